@@ -1,0 +1,1 @@
+"""The message bus: versioned weight-update events between one controller and many peers."""

@@ -1,0 +1,388 @@
+"""A real vLLM server takes adapters from memory: proven against PEFT, under load, refusals and aborts included."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bus.codec import EVENT_CODEC
+from bus.collective import AdapterBuffer, Collective, RendezvousStore
+from bus.events import (
+    AdapterReceived,
+    Attempt,
+    Envelope,
+    Event,
+    LayoutDeclared,
+    Member,
+    Peer,
+    Phase,
+    Reason,
+    StatusRequested,
+    TransferStarted,
+    UpdateAborted,
+    UpdateAnnounced,
+    VersionCommitted,
+    ViewProposed,
+)
+from bus.manifest import AdapterLayout, AdapterManifest
+from rollout_node.serve import server_command
+from tools.model import demo_model
+from trainer_node.export import export_adapter
+
+pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(600)]
+
+NODE = "server"
+TESTS = Path(__file__).parent
+PROBE = "The quick brown fox jumps over the lazy dog, and then it sleeps."
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def model_path() -> Path:
+    return demo_model()
+
+
+@pytest.fixture(scope="module")
+def server(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of one vLLM server, started as `adapterbus serve` starts it, driven by our test plugin."""
+    plugins = tmp_path_factory.mktemp("plugins")
+    metadata = plugins / "adapterbus_driver-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: adapterbus-driver\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.endpoint_plugins]\nadapterbus-driver = engine_driver:EngineDriver\n"
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command, environment = server_command(
+        str(model_path),
+        vllm_args=[
+            *("--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--enforce-eager"),
+            *("--max-num-seqs", "16", "--max-loras", "4", "--max-lora-rank", "16"),
+        ],
+        environment=os.environ
+        | {
+            "VLLM_PLUGINS": "adapterbus-driver",
+            "PYTHONPATH": f"{plugins}:{TESTS}",
+            "VLLM_CPU_OMP_THREADS_BIND": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        },
+    )
+    log = plugins / "server.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 240
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"the server did not start:\n{log.read_text()[-4000:]}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        sys.stdout.write(log.read_text()[-6000:])
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@dataclass
+class Source:
+    """What a trainer and a controller do for one server, step by step."""
+
+    http: httpx.AsyncClient
+    collective: Collective
+    view: int
+    numbers: Iterator[int]
+    layouts: set[str] = field(default_factory=set)
+
+    async def drive(self, event: Event) -> dict[str, Any]:
+        answer = await self.http.post("/drive", content=EVENT_CODEC.encode(Envelope("", 0, event)))
+        answer.raise_for_status()
+        return dict(answer.json())
+
+    async def announce(
+        self, attempt: Attempt, layout: AdapterLayout, digest: str, timeout: float = 10.0
+    ) -> dict[str, Any]:
+        if layout.digest not in self.layouts:
+            self.layouts.add(layout.digest)
+            await self.drive(LayoutDeclared(layout.digest, layout.body))
+        manifest = AdapterManifest.of(layout, digest)
+        return await self.drive(UpdateAnnounced(attempt, "r", "trainer", (NODE,), manifest, timeout))
+
+    async def transfer(self, attempt: Attempt, buffer: AdapterBuffer, manifest: AdapterManifest) -> dict[str, Any]:
+        answers: list[dict[str, Any]] = []
+
+        async def receive() -> None:
+            answers.append(await self.drive(TransferStarted(attempt, (NODE,), 20.0)))
+
+        async with anyio.create_task_group() as both:
+            both.start_soon(receive)
+            await self.collective.transfer(self.view, buffer, manifest, audience=(1,), timeout=20.0)
+        return answers[0]
+
+    async def publish(self, model: Any, adapter: str = "policy") -> tuple[Attempt, dict[str, Any]]:
+        """One version all the way to active; returns what the load proved."""
+        exported = export_adapter(model)
+        buffer = AdapterBuffer(exported.layout.nbytes)
+        buffer.pack(exported.layout, exported.tensors)
+        digest = buffer.digest(exported.layout.nbytes)
+        attempt = Attempt(adapter, next(self.numbers), 1, self.view)
+        assert await self.announce(attempt, exported.layout, digest) == {"result": None}
+        received = await self.transfer(attempt, buffer, AdapterManifest.of(exported.layout, digest))
+        assert received["result"]["digest"] == digest
+        loaded = (await self.drive(AdapterReceived(attempt, Peer(NODE, ""), digest, 0.0)))["result"]
+        assert loaded["digest"] == digest
+        assert await self.drive(VersionCommitted(attempt, digest)) == {"result": None}
+        return attempt, loaded
+
+    async def answer(self, model: str, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": model, "prompt": PROBE, "max_tokens": 1} | fields)
+
+    async def logprobs(self, model: str, ids: list[int]) -> torch.Tensor:
+        answer = await self.answer(model, prompt=ids, prompt_logprobs=0, temperature=0)
+        steps = answer.json()["choices"][0]["prompt_logprobs"][1:]
+        return torch.tensor([step[str(token)]["logprob"] for step, token in zip(steps, ids[1:], strict=True)])
+
+    async def models(self) -> list[str]:
+        return [card["id"] for card in (await self.http.get("/v1/models")).json()["data"]]
+
+
+VIEWS = iter(range(1, 1000))
+VERSIONS = iter(range(1, 1000))
+
+
+@pytest.fixture
+async def source(server: str) -> AsyncIterator[Source]:
+    async with opened_source(server) as source:
+        yield source
+
+
+@asynccontextmanager
+async def opened_source(server: str) -> AsyncIterator[Source]:
+    """A source that stands in a group with the server's worker."""
+    view, store, collective = next(VIEWS), RendezvousStore("127.0.0.1"), Collective()
+    async with httpx.AsyncClient(base_url=server, timeout=60) as http:
+        source = Source(http, collective, view, VERSIONS)
+        proposal = ViewProposed(view, "trainer", (Member("trainer", 0), Member(NODE, 0)), store.address, 20.0)
+        joined: list[dict[str, Any]] = []
+
+        async def join() -> None:
+            joined.append(await source.drive(proposal))
+
+        async with anyio.create_task_group() as both:
+            both.start_soon(join)
+            await collective.join(view, rank=0, size=2, store=store.address, timeout=20.0)
+        assert joined == [{"result": None}]
+        yield source
+        await collective.aclose()
+        store.close()
+
+
+def policy(model_path: Path, seed: int, rank: int = 16, scale: float = 0.02, targets: Any = "all-linear") -> Any:
+    """The base model with a LoRA adapter that changes what it says, without training it."""
+    torch.manual_seed(seed)
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=rank, lora_alpha=32, target_modules=targets))
+    reseed(model, seed, scale)
+    return model
+
+
+def reseed(model: Any, seed: int, scale: float = 0.02) -> None:
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, scale)
+
+
+def expected_logprobs(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+async def test_a_version_computes_what_peft_computes_and_old_versions_stay(source: Source, model_path: Path) -> None:
+    ids = AutoTokenizer.from_pretrained(model_path)(PROBE)["input_ids"]
+    model = policy(model_path, seed=1)
+    first, loaded = await source.publish(model)
+    assert loaded["matched"] == loaded["total"] == 420
+    expected_first = expected_logprobs(model, ids)
+    reseed(model, seed=2)
+    second, _ = await source.publish(model)
+    expected_second = expected_logprobs(model, ids)
+    with model.disable_adapter():
+        expected_base = expected_logprobs(model, ids)
+
+    served_first = await source.logprobs(str(first), ids)
+    served_second = await source.logprobs("policy", ids)
+    served_base = await source.logprobs(str(model_path), ids)
+    noise = (served_base - expected_base).abs().max()
+    assert (served_first - expected_first).abs().max() < 0.3, noise
+    assert (served_second - expected_second).abs().max() < 0.3, noise
+    assert (served_first - expected_base).abs().max() > 1.5
+    assert (served_first - expected_second).abs().max() > 1.5
+
+    assert (await source.answer("policy")).json()["model"] == str(second)
+    assert (await source.answer(str(first))).json()["model"] == str(first)
+    assert (await source.answer("policy@999")).status_code == 404
+    listed = await source.models()
+    assert listed.count("policy") == 1
+    assert {str(first), str(second), "policy"} < set(listed)
+    assert len(set(listed)) == len(listed)
+
+
+async def test_an_adapter_on_part_of_a_packed_module_is_served(source: Source, model_path: Path) -> None:
+    """B053: q_proj without k and v, gate_proj without up."""
+    ids = AutoTokenizer.from_pretrained(model_path)(PROBE)["input_ids"]
+    model = policy(model_path, seed=3, rank=8, scale=0.05, targets=["q_proj", "gate_proj"])
+    attempt, loaded = await source.publish(model)
+    assert loaded["matched"] == loaded["total"] == 120
+    served = await source.logprobs(str(attempt), ids)
+    assert (served - expected_logprobs(model, ids)).abs().max() < 0.3
+
+
+async def test_what_cannot_be_served_is_refused_before_anything_moves(source: Source, model_path: Path) -> None:
+    before = await source.models()
+    layout = export_adapter(policy(model_path, seed=1, rank=64)).layout
+    started = time.monotonic()
+    refused = await source.announce(Attempt("policy", 500, 1, source.view), layout, "blake3:none")
+    assert refused["error"] == "Refused"
+    assert refused["reason"] == "rank_too_high"
+    assert "64" in refused["text"]
+    assert "16" in refused["text"]
+    assert time.monotonic() - started < 2
+
+    small = export_adapter(policy(model_path, seed=1, rank=4, targets=["q_proj"])).layout
+    tensors = tuple(replace(t, name=t.name.replace("layers.0.", "layers.77.")) for t in small.tensors)
+    strange = AdapterLayout(small.base_model, small.peft_config, tensors)
+    refused = await source.announce(Attempt("policy", 501, 1, source.view), strange, "blake3:none")
+    assert refused["reason"] == "unknown_modules"
+    assert "model.layers.77.self_attn.q_proj" in refused["text"]
+
+    refused = await source.announce(Attempt(str(model_path), 1, 1, source.view), small, "blake3:none")
+    assert refused["reason"] == "name_taken"
+    assert await source.models() == before
+
+
+async def test_bytes_other_than_the_manifest_says_are_never_loaded(source: Source, model_path: Path) -> None:
+    """B092: the receiver hashes what it holds, and a load without it fails."""
+    exported = export_adapter(policy(model_path, seed=1, rank=4, targets=["q_proj"]))
+    buffer = AdapterBuffer(exported.layout.nbytes)
+    buffer.pack(exported.layout, exported.tensors)
+    attempt = Attempt("other", next(VERSIONS), 1, source.view)
+    assert await source.announce(attempt, exported.layout, "blake3:not-this") == {"result": None}
+    received = await source.transfer(attempt, buffer, AdapterManifest.of(exported.layout, "blake3:not-this"))
+    assert received["result"]["digest"] == buffer.digest(exported.layout.nbytes)
+    failed = await source.drive(AdapterReceived(attempt, Peer(NODE, ""), "", 0.0))
+    assert failed["error"] == "LoadFailed"
+    assert failed["reason"] == "digest_mismatch"
+    aborted = UpdateAborted(attempt, Phase.LOAD, NODE, Reason.DIGEST_MISMATCH, "", True, 0.0)
+    assert await source.drive(aborted) == {"result": None}
+    assert (await source.answer("other")).status_code == 404
+
+
+async def test_a_discarded_load_leaves_its_slot_to_the_next(source: Source, model_path: Path) -> None:
+    """Ten attempts that are loaded and then aborted would fill four slots, did they leave anything behind."""
+    exported = export_adapter(policy(model_path, seed=4, rank=4, targets=["q_proj"]))
+    buffer = AdapterBuffer(exported.layout.nbytes)
+    buffer.pack(exported.layout, exported.tensors)
+    digest = buffer.digest(exported.layout.nbytes)
+    for _ in range(10):
+        attempt = Attempt("policy", next(VERSIONS), 1, source.view)
+        assert await source.announce(attempt, exported.layout, digest) == {"result": None}
+        await source.transfer(attempt, buffer, AdapterManifest.of(exported.layout, digest))
+        loaded = await source.drive(AdapterReceived(attempt, Peer(NODE, ""), digest, 0.0))
+        assert loaded["result"]["matched"] == 60
+        await source.drive(UpdateAborted(attempt, Phase.LOAD, NODE, Reason.NODE_LOST, "", True, 0.0))
+        assert (await source.answer(str(attempt))).status_code == 404
+
+
+async def test_no_request_fails_while_ten_versions_arrive(source: Source, model_path: Path) -> None:
+    """B027, B070: add the new one, switch, and retire the old one only when its last request has ended."""
+    model = policy(model_path, seed=5)
+    first, _ = await source.publish(model)
+    seen: list[tuple[int, str]] = []
+    answers: list[httpx.Response] = []
+    done = False
+
+    async def ask(tokens: int) -> None:
+        while not done:
+            answer = await source.answer("policy", max_tokens=tokens, ignore_eos=True)
+            answers.append(answer)
+            seen.append((tokens, answer.json().get("model", "")))
+
+    async with anyio.create_task_group() as load:
+        for tokens in (4, 16, 16, 64):
+            load.start_soon(ask, tokens)
+        for seed in range(10, 20):
+            reseed(model, seed)
+            last, loaded = await source.publish(model)
+            assert loaded["matched"] == loaded["total"]
+        await source.answer("policy")
+        done = True
+    assert [answer.status_code for answer in answers if answer.status_code != 200] == []
+    assert len({name for _, name in seen}) >= 5
+    assert (await source.answer(str(first))).status_code == 404
+    assert (await source.answer(str(last))).json()["model"] == str(last)
+
+
+async def test_a_version_is_kept_for_a_request_that_still_streams(source: Source, model_path: Path) -> None:
+    """A client that hangs up sets its version free; until then every slot stays accounted for."""
+    model = policy(model_path, seed=6, rank=4, targets=["q_proj"])
+    held, _ = await source.publish(model)
+    request = {"model": str(held), "prompt": PROBE, "max_tokens": 450, "ignore_eos": True, "stream": True}
+    async with source.http.stream("POST", "/v1/completions", json=request) as stream:
+        lines = stream.aiter_lines()
+        assert f'"model":"{held}"' in await anext(lines)
+        for _ in range(3):
+            reseed(model, seed=next(VERSIONS), scale=0.01)
+            await source.publish(model)
+        async for line in lines:
+            if line.startswith("data: {"):
+                assert f'"model":"{held}"' in line
+                break
+    with anyio.fail_after(20):
+        while (await source.http.get("/retired")).json() != {"adapter": "policy", "version": held.version}:
+            pass
+
+
+async def test_the_engine_says_what_it_can_serve(source: Source, model_path: Path) -> None:
+    capabilities = (await source.drive(StatusRequested(Peer("test", ""))))["result"]
+    assert capabilities["max_rank"] == 16
+    assert capabilities["slots"] == 4
+    assert capabilities["workers"] == 1
+    assert capabilities["dtype"] == "bfloat16"
+    assert set(capabilities["modules"]) >= {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert "qkv_proj" not in capabilities["modules"]
+    assert capabilities["base_model"]["name"] == model_path.name
