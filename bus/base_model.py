@@ -67,13 +67,6 @@ def fingerprint(config: Mapping[str, object], weights: Path | None) -> str:
     return f"{identity}/weights:{_short_digest(sorted(samples.items()))}"
 
 
-def same_base(a: str, b: str) -> bool:
-    """Whether two fingerprints name one model: equal configs, and equal weights where both know them."""
-    config_a, _, weights_a = a.partition("/")
-    config_b, _, weights_b = b.partition("/")
-    return config_a == config_b and (weights_a == weights_b or not weights_a or not weights_b)
-
-
 def base_model_at(path_or_id: str) -> BaseModel:
     """The identity of the model in a local directory, or of a hub id that was downloaded before.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bus.base_model import same_base
 from bus.errors import Refused
 from bus.events import NodeCapabilities, Reason
 from bus.manifest import AdapterLayout
@@ -11,7 +10,7 @@ from bus.manifest import AdapterLayout
 def check_servable(layout: AdapterLayout, capabilities: NodeCapabilities) -> None:
     """Raise `Refused`, with the numbers, if a node with these capabilities cannot serve the layout."""
     ours, theirs = capabilities.base_model, layout.base_model
-    if not same_base(ours.fingerprint, theirs.fingerprint):
+    if not ours.matches(theirs):
         raise Refused(
             Reason.WRONG_BASE_MODEL,
             f"the adapter was trained on {theirs.name} ({theirs.fingerprint}), "

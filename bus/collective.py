@@ -324,7 +324,7 @@ class _Seat:
                 future.set_result(result)
             else:
                 self._abandoned.set()
-                # Peers that wait for us learn at once, because our sockets close.
+                # Before anyone hears of it: a caller that now exits must not meet this thread inside torch.
                 if not self.blocked:
                     self._dissolve()
                 future.set_exception(problem)

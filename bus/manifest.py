@@ -55,10 +55,16 @@ def digest_of(*parts: bytes | bytearray | memoryview) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The frozen model an adapter sits on: its name for people, its fingerprint for machines."""
+    """The frozen model an adapter sits on: its name for people, its fingerprint for machines (`base_model.py`)."""
 
     name: str
     fingerprint: str
+
+    def matches(self, other: BaseModel) -> bool:
+        """Whether two fingerprints name one model: equal configs, and equal weights where both know them."""
+        config, _, weights = self.fingerprint.partition("/")
+        their_config, _, their_weights = other.fingerprint.partition("/")
+        return config == their_config and (weights == their_weights or not weights or not their_weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 
 import anyio
 
-from bus.base_model import same_base
 from bus.capabilities import check_servable
 from bus.collective import AdapterBuffer, Collective
 from bus.engine import Engine, Loaded, Received
@@ -39,6 +38,7 @@ class LightEngine(Engine):
         self.versions: dict[tuple[str, int], bytes] = {}
         self.active: dict[str, int] = {}
         self.history: list[tuple[str, int]] = []
+        self.activated = anyio.Event()
         self.before: dict[str, Callable[[], Awaitable[None]]] = {}
         self._offered = offered or capabilities()
         self._collectives = [Collective() for _ in range(self._offered.workers)]
@@ -71,7 +71,6 @@ class LightEngine(Engine):
     async def prepare(self, update: UpdateAnnounced, layout: AdapterLayout) -> None:
         await self._step("prepare")
         check_servable(layout, self._offered)
-        assert same_base(layout.base_model.fingerprint, self._offered.base_model.fingerprint)
         buffers = [AdapterBuffer(layout.nbytes) for _ in self._collectives]
         self._prepared[update.attempt] = (update.manifest, buffers, update.audience)
 
@@ -102,6 +101,7 @@ class LightEngine(Engine):
         await self._step("activate")
         self.active[attempt.adapter] = attempt.version
         self.history.append((attempt.adapter, attempt.version))
+        self.activated.set()
         self._prepared.pop(attempt, None)
 
     async def discard(self, attempt: Attempt) -> None:

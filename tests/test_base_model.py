@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bus.base_model import base_model_at, fingerprint, same_base
+from bus.base_model import base_model_at, fingerprint
+from bus.manifest import BaseModel
 from bus.errors import InvalidInput
 
 
@@ -94,20 +95,20 @@ def test_other_weights_of_one_architecture_differ(saved: Path, tmp_path: Path) -
     _model(seed=1).save_pretrained(tmp_path)
     other, ours = base_model_at(str(tmp_path)).fingerprint, base_model_at(str(saved)).fingerprint
     assert other.split("/")[0] == ours.split("/")[0]
-    assert not same_base(other, ours)
+    assert not BaseModel("x", other).matches(BaseModel("y", ours))
 
 
 def test_one_changed_tensor_differs(saved: Path, copy: Path) -> None:
     tensors = load_file(copy / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1
     save_file(tensors, copy / "model.safetensors")
-    assert not same_base(base_model_at(str(copy)).fingerprint, base_model_at(str(saved)).fingerprint)
+    assert not base_model_at(str(copy)).matches(base_model_at(str(saved)))
 
 
 @pytest.mark.parametrize(("key", "value"), [("vocab_size", 129), ("num_hidden_layers", 3), ("model_type", "qwen2")])
 def test_another_architecture_differs(saved: Path, copy: Path, key: str, value: object) -> None:
     _edit(copy / "config.json", lambda config: config.update({key: value}))
-    assert not same_base(base_model_at(str(copy)).fingerprint, base_model_at(str(saved)).fingerprint)
+    assert not base_model_at(str(copy)).matches(base_model_at(str(saved)))
 
 
 def test_the_language_model_of_a_multimodal_config_counts() -> None:
@@ -129,8 +130,8 @@ def test_the_language_model_of_a_multimodal_config_counts() -> None:
     ],
 )
 def test_weights_are_compared_where_both_sides_know_them(a: str, b: str, same: bool) -> None:
-    assert same_base(a, b) is same
-    assert same_base(b, a) is same
+    assert BaseModel("x", a).matches(BaseModel("y", b)) is same
+    assert BaseModel("x", b).matches(BaseModel("y", a)) is same
 
 
 def test_a_downloaded_hub_id_is_found_and_keeps_its_name(

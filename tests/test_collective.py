@@ -269,12 +269,20 @@ async def test_a_member_that_stays_out_fails_the_transfer_at_the_deadline_and_a_
                 await members[rank].transfer(1, random_bytes(1000), manifest, audience=[1, 2], timeout=0.5)
             assert not members[rank].views
 
-        with lasting_less_than(1.5):
+        with lasting_less_than(3):
             async with anyio.create_task_group() as transferring:
                 transferring.start_soon(fail, 0)
                 transferring.start_soon(fail, 1)
         await join_all(members[:2], 2, store)
         assert (await deliver(members, [source, AdapterBuffer(1000)], manifest, [1], view=2))[1] == manifest.digest
+
+
+async def test_a_chunk_that_stalls_fails_long_before_the_transfer_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bus.collective.CHUNK_GRACE", 0.3)
+    buffer = AdapterBuffer(100)
+    async with fleet(2) as (members, _):
+        with lasting_less_than(3), pytest.raises(TransferFailed):
+            await members[1].transfer(1, buffer, manifest_of(buffer, 100, 100), audience=[1], timeout=60)
 
 
 async def test_an_abandoned_transfer_never_writes_into_the_buffer_again() -> None:
@@ -330,7 +338,7 @@ async def test_a_rank_that_stays_away_is_named_in_time() -> None:
                 assert caught.value.missing == (2,)
                 assert not member.views
 
-        with lasting_less_than(1.5):
+        with lasting_less_than(3):
             async with anyio.create_task_group() as joining:
                 for rank in (0, 1, 3):
                     joining.start_soon(miss, rank)
@@ -340,7 +348,7 @@ async def test_a_store_that_never_answers_means_that_rank_0_is_missing() -> None
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         async with Collective() as member:
-            with lasting_less_than(1.5), pytest.raises(RendezvousFailed, match="waited for the store") as caught:
+            with lasting_less_than(3), pytest.raises(RendezvousFailed, match="waited for the store") as caught:
                 await member.join(1, rank=1, size=2, store=f"127.0.0.1:{silent.getsockname()[1]}", timeout=0.4)
             assert caught.value.missing == (0,)
 
@@ -471,7 +479,16 @@ def _kill(process: Process) -> None:
         process.kill()
 
 
+HOSTED: list[RendezvousStore] = []
+"""Stores that live until the interpreter takes its modules apart."""
+
+
 async def obey(collective: Collective, do: str, view: int, **details: Any) -> str:
+    if do == "wait alone":
+        HOSTED.append(RendezvousStore("127.0.0.1"))
+        with anyio.move_on_after(0.1):
+            await collective.join(view, rank=0, size=2, store=HOSTED[-1].address, timeout=30)
+        return "cancelled"
     if do == "join":
         await collective.join(view, **details)
         return "joined"
@@ -546,17 +563,18 @@ async def test_a_stopped_member_is_noticed_at_the_deadline_and_a_blocked_process
         async with Collective() as me, processes(1) as (member,):
             await join_with(me, [member], 1, store.address)
             member.process.send_signal(signal.SIGSTOP)
-            with lasting_less_than(2), pytest.raises(TransferFailed):
+            with lasting_less_than(3), pytest.raises(TransferFailed):
                 await me.transfer(1, source, manifest, audience=[1], timeout=1)
 
             member.process.send_signal(signal.SIGCONT)
             await join_with(me, [member], 2, store.address)
             assert me.views == {2}
-            # This receive is cancelled in name only: its thread still waits when the process ends.
+            # What is cancelled here ends in name only: threads still wait when the interpreter shuts down.
             await member.tell(
                 do="transfer", view=2, nbytes=10_000, chunk=1000, audience=[1], timeout=30, cancel_after=0.1
             )
             assert await member.hear() == "cancelled"
+            assert await member.ask(do="wait alone", view=3) == "cancelled"
             with lasting_less_than(5):
                 await member.tell(do="exit")
                 assert await member.process.wait() == 0

@@ -136,8 +136,7 @@ async def test_a_late_joiner_gets_the_head_while_the_others_serve_on() -> None:
         update = await publisher.publish(adapter(1.0))
         await join(tasks, publisher, late, "late")
         with anyio.fail_after(10):
-            while late.active.get("policy") != 1:
-                await anyio.sleep(0.02)
+            await late.activated.wait()
         assert late.versions["policy", 1] == update.digest.encode()
         assert early.history == [("policy", 1)]
         assert (await publisher.publish(adapter(2.0))).version == 2

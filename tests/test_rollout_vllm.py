@@ -126,6 +126,7 @@ class Source:
     view: int
     numbers: Iterator[int]
     layouts: set[str] = field(default_factory=set)
+    undecided: set[Attempt] = field(default_factory=set)
 
     async def drive(self, event: Event) -> dict[str, Any]:
         answer = await self.http.post("/drive", content=EVENT_CODEC.encode(Envelope("", 0, event)))
@@ -139,6 +140,7 @@ class Source:
             self.layouts.add(layout.digest)
             await self.drive(LayoutDeclared(layout.digest, layout.body))
         manifest = AdapterManifest.of(layout, digest)
+        self.undecided.add(attempt)
         return await self.drive(UpdateAnnounced(attempt, "r", "trainer", (NODE,), manifest, timeout))
 
     async def transfer(self, attempt: Attempt, buffer: AdapterBuffer, manifest: AdapterManifest) -> dict[str, Any]:
@@ -165,7 +167,12 @@ class Source:
         loaded = (await self.drive(AdapterReceived(attempt, Peer(NODE, ""), digest, 0.0)))["result"]
         assert loaded["digest"] == digest
         assert await self.drive(VersionCommitted(attempt, digest)) == {"result": None}
+        self.undecided.remove(attempt)
         return attempt, loaded
+
+    async def abort(self, attempt: Attempt) -> None:
+        aborted = UpdateAborted(attempt, Phase.LOAD, NODE, Reason.NODE_LOST, "", True, 0.0)
+        assert await self.drive(aborted) == {"result": None}
 
     async def answer(self, model: str, **fields: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"model": model, "prompt": PROBE, "max_tokens": 1} | fields)
@@ -206,6 +213,8 @@ async def opened_source(server: str) -> AsyncIterator[Source]:
             await collective.join(view, rank=0, size=2, store=store.address, timeout=20.0)
         assert joined == [{"result": None}]
         yield source
+        for attempt in source.undecided:
+            await source.abort(attempt)
         await collective.aclose()
         store.close()
 
@@ -307,8 +316,7 @@ async def test_bytes_other_than_the_manifest_says_are_never_loaded(source: Sourc
     failed = await source.drive(AdapterReceived(attempt, Peer(NODE, ""), "", 0.0))
     assert failed["error"] == "LoadFailed"
     assert failed["reason"] == "digest_mismatch"
-    aborted = UpdateAborted(attempt, Phase.LOAD, NODE, Reason.DIGEST_MISMATCH, "", True, 0.0)
-    assert await source.drive(aborted) == {"result": None}
+    await source.abort(attempt)
     assert (await source.answer("other")).status_code == 404
 
 
@@ -324,7 +332,7 @@ async def test_a_discarded_load_leaves_its_slot_to_the_next(source: Source, mode
         await source.transfer(attempt, buffer, AdapterManifest.of(exported.layout, digest))
         loaded = await source.drive(AdapterReceived(attempt, Peer(NODE, ""), digest, 0.0))
         assert loaded["result"]["matched"] == 60
-        await source.drive(UpdateAborted(attempt, Phase.LOAD, NODE, Reason.NODE_LOST, "", True, 0.0))
+        await source.abort(attempt)
         assert (await source.answer(str(attempt))).status_code == 404
 
 

@@ -1,1 +1,1 @@
-"""placeholder"""
+"""The `adapterbus` command: everything that people run and look at."""

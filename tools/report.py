@@ -23,6 +23,16 @@ _POLICY: Final = "#4fb286"
 _BASE: Final = "#9aa3b2"
 _ACCENT: Final = "#3f6fd1"
 _GRID: Final = "rgba(128,136,150,0.18)"
+_LOOK: Final[dict[str, Any]] = {
+    "template": "none",
+    "font": {"family": "system-ui, sans-serif", "size": 13},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "margin": {"l": 8, "r": 8, "t": 36, "b": 8},
+    "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
+    "dragmode": False,
+}
+"""The look of all charts; the colour of their text is the page's, so that it follows light and dark."""
 
 
 def write_report(summary: Mapping[str, Any], path: Path) -> None:
@@ -58,17 +68,17 @@ def _facts(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _figures(summary: Mapping[str, Any]) -> dict[str, go.Figure]:
     rows = summary["versions"]
+    versions = [row["version"] for row in rows]
     return {
-        "reward": _reward(summary, rows),
-        "phases": _phase_bars(rows),
-        "lag": _lag(rows),
-        "nodes": _nodes(summary),
+        "reward": _reward(summary, versions),
+        "phases": _phase_bars(rows, versions),
+        "lag": _lag(rows, versions),
+        "nodes": _nodes(summary, versions),
         "probe": _probe(summary["probe"]),
     }
 
 
-def _reward(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> go.Figure:
-    versions = [row["version"] for row in rows]
+def _reward(summary: Mapping[str, Any], versions: Sequence[int]) -> go.Figure:
     figure = go.Figure()
     for name, value, colour in (
         ("held-out problems, base model", summary["heldout_reward_base"], _BASE),
@@ -84,43 +94,43 @@ def _reward(summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> go
         )
     figure.add_scatter(
         x=versions,
-        y=[row["reward_mean"] for row in rows],
+        y=[row["reward_mean"] for row in summary["versions"]],
         name="samples of each version",
         mode="lines+markers",
         line={"color": _POLICY, "width": 3},
         marker={"size": 7},
         hovertemplate="version %{x}: %{y:.3f}<extra></extra>",
     )
-    return _styled(figure, y="mean reward", height=360, y_range=(0, 1.03))
+    return _styled(figure, versions, y="mean reward", height=360, y_range=(0, 1.03))
 
 
-def _phase_bars(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
+def _phase_bars(rows: Sequence[Mapping[str, Any]], versions: Sequence[int]) -> go.Figure:
     figure = go.Figure()
     for phase, (colour, _) in _PHASES.items():
         figure.add_bar(
-            x=[row["version"] for row in rows],
+            x=versions,
             y=[row["phases_ms"][phase] for row in rows],
             name=phase,
             marker={"color": colour},
             hovertemplate=f"{phase} %{{y:.0f}} ms<extra>version %{{x}}</extra>",
         )
     figure.update_layout(barmode="stack", bargap=0.25)
-    return _styled(figure, y="milliseconds", height=340)
+    return _styled(figure, versions, y="milliseconds", height=340)
 
 
-def _lag(rows: Sequence[Mapping[str, Any]]) -> go.Figure:
+def _lag(rows: Sequence[Mapping[str, Any]], versions: Sequence[int]) -> go.Figure:
     figure = go.Figure()
     figure.add_bar(
-        x=[row["version"] for row in rows],
+        x=versions,
         y=[row["lag"] for row in rows],
         marker={"color": _ACCENT},
         hovertemplate="trained into version %{x}: %{y:.2f} versions old<extra></extra>",
     )
     figure.update_layout(bargap=0.25, showlegend=False)
-    return _styled(figure, y="versions", height=260)
+    return _styled(figure, versions, y="versions", height=260)
 
 
-def _nodes(summary: Mapping[str, Any]) -> go.Figure:
+def _nodes(summary: Mapping[str, Any], versions: Sequence[int]) -> go.Figure:
     seen = summary["versions_seen"]
     nodes = sorted({*summary["nodes"], *seen}, reverse=True)
     figure = go.Figure()
@@ -132,10 +142,8 @@ def _nodes(summary: Mapping[str, Any]) -> go.Figure:
         hovertemplate="%{y} answered with version %{x}<extra></extra>",
     )
     figure.update_layout(showlegend=False)
-    styled = _styled(figure, y="", height=110 + 36 * len(nodes))
-    styled.update_yaxes(
-        categoryorder="array", categoryarray=nodes, rangemode="normal", range=[-0.6, len(nodes) - 0.4]
-    )
+    styled = _styled(figure, versions, y="", height=110 + 36 * len(nodes))
+    styled.update_yaxes(categoryorder="array", categoryarray=nodes, rangemode="normal", range=[-0.6, len(nodes) - 0.4])
     return styled
 
 
@@ -152,26 +160,27 @@ def _probe(probe: Mapping[str, Any]) -> go.Figure:
         cliponaxis=False,
         hoverinfo="skip",
     )
-    figure.update_layout(showlegend=False, bargap=0.4)
-    styled = _styled(figure, y="", height=170)
-    styled.update_xaxes(title="", range=[0, max(values) * 1.25 or 1], tickformat="~g", dtick=None)
-    styled.update_layout(margin={"l": 8, "r": 24, "t": 8, "b": 8})
-    return styled
+    figure.update_layout(**_LOOK, height=150, showlegend=False, bargap=0.4)
+    figure.update_layout(margin={"l": 8, "r": 8, "t": 8, "b": 8})
+    figure.update_xaxes(visible=False, range=[0, max(values) * 1.25 or 1], fixedrange=True)
+    figure.update_yaxes(automargin=True, showgrid=False, ticksuffix="  ", fixedrange=True)
+    return figure
 
 
-def _styled(figure: go.Figure, *, y: str, height: int, y_range: tuple[float, float] | None = None) -> go.Figure:
-    """The look all charts share; colours of text come from the page, so that they follow light and dark."""
-    figure.update_layout(
-        template="none",
-        height=height,
-        font={"family": "system-ui, sans-serif", "size": 13},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        margin={"l": 8, "r": 8, "t": 36, "b": 8},
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-        dragmode=False,
+def _styled(
+    figure: go.Figure, versions: Sequence[int], *, y: str, height: int, y_range: tuple[float, float] | None = None
+) -> go.Figure:
+    """A chart over versions, in the look that all share."""
+    figure.update_layout(**_LOOK, height=height)
+    figure.update_xaxes(
+        title="version",
+        range=[versions[0] - 0.7, versions[-1] + 0.7],
+        automargin=True,
+        showgrid=False,
+        zeroline=False,
+        tickformat="d",
+        fixedrange=True,
     )
-    figure.update_xaxes(title="version", automargin=True, showgrid=False, zeroline=False, tickformat="d")
     figure.update_yaxes(
         title=y, automargin=True, gridcolor=_GRID, zeroline=False, rangemode="tozero", range=y_range, fixedrange=True
     )

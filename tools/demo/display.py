@@ -79,9 +79,8 @@ class Display:
     def _line(self, row: VersionRow) -> str:
         phases = " ".join(f"{name} {row.phases_ms[name]:.0f}" for name in _PHASES)
         nodes = " ".join(f"{node}:{outcome}" for node, outcome in row.nodes.items())
-        return (
-            f"version {row.version:>3} {row.outcome}  reward {self._shown(row)}  lag {row.lag:.1f}  ms: {phases}  {nodes}"
-        )
+        reward, lag = self._shown(row), f"{row.lag:.1f}"
+        return f"version {row.version:>3} {row.outcome}  reward {reward}  lag {lag}  ms: {phases}  {nodes}"
 
     def _shown(self, row: VersionRow) -> str:
         reward = self._reward(row.version)

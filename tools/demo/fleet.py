@@ -65,18 +65,12 @@ async def running_servers(
 async def _start(model: str, bus: str, index: int, directory: Path) -> Server:
     node, port = f"node-{index}", _free_port()
     log = directory / f"{node}.log"
-    command = [
-        *(sys.executable, "-m", "tools", "serve", model, "--bus", bus, "--node", node),
-        *("--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_TOKENS), "--max-num-seqs", "32"),
-        *("--max-lora-rank", str(LORA_RANK)),
-    ]
     # Without a core of its own each CPU server binds to the first one, and they starve each other.
     core = str(index % (os.cpu_count() or 1))
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": core, "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("wb") as output:
         process = await anyio.open_process(
-            command,
+            server_command(model, bus, node, port),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -118,6 +112,16 @@ async def _stop(servers: list[Server]) -> None:
 def _signal_group(server: Server, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(server.process.pid, number)
+
+
+def server_command(model: str, bus: str, node: str, port: int) -> list[str]:
+    """What a person would type to start the same server by hand."""
+    return [
+        *(sys.executable, "-m", "tools", "serve", model, "--bus", bus, "--node", node),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_TOKENS), "--max-num-seqs", "32"),
+        *("--max-lora-rank", str(LORA_RANK)),
+    ]
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""The learner: a PEFT model and one policy-gradient step at a time. Knows nothing of servers or the bus.
+"""The learner: a PEFT model and the policy gradient. Knows nothing of servers or the bus.
 
 Group-relative policy optimisation: a sample's advantage is its reward against the other samples of its prompt
 (DeepSeekMath, arXiv 2402.03300), and the loss is PPO's clipped one (arXiv 1707.06347) with the ratio taken
@@ -21,14 +21,15 @@ from bus.errors import InvalidInput
 from tools.demo.sampling import Group
 
 LORA_RANK: Final = 16
-LEARNING_RATE: Final = 1e-3
+GROUPS_PER_UPDATE: Final = 4
+LEARNING_RATE: Final = 4e-4
 CLIP: Final = 0.2
 MAX_GRADIENT_NORM: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did: the loss, the share of tokens that the clip held back, the time in seconds."""
+    """What one step did: mean loss, mean share of tokens that the clip held back, the time in seconds."""
 
     loss: float
     clipped: float
@@ -80,21 +81,32 @@ class Learner:
         self._optimizer = torch.optim.AdamW(self._trainable, lr=LEARNING_RATE, weight_decay=0.0)
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """One gradient step on groups of equal size; groups whose samples all earned the same teach nothing."""
+        """Learn from groups of equal size, `GROUPS_PER_UPDATE` at a time.
+
+        Groups whose samples all earned the same teach nothing, and are left out.
+        """
         started = time.monotonic()
-        advantages = [group_advantages([sample.reward for sample in group.samples]) for group in groups]
-        telling = [(group, values) for group, values in zip(groups, advantages, strict=True) if any(values)]
-        if not telling:
-            return StepResult(0.0, 0.0, time.monotonic() - started)
-        logprobs, mask = self._reply_logprobs([group for group, _ in telling])
-        sampled = _padded([sample.logprobs for group, _ in telling for sample in group.samples], torch.float32)
-        weights = torch.tensor([value for _, values in telling for value in values])
-        loss, clipped = policy_loss(logprobs, sampled, weights, mask, CLIP)
+        telling = [group for group in groups if len({sample.reward for sample in group.samples}) > 1]
+        results = [
+            self._descend(telling[first : first + GROUPS_PER_UPDATE])
+            for first in range(0, len(telling), GROUPS_PER_UPDATE)
+        ]
+        loss, clipped = (statistics.fmean(values) for values in zip(*results, strict=True)) if results else (0.0, 0.0)
+        return StepResult(loss, clipped, time.monotonic() - started)
+
+    def _descend(self, groups: Sequence[Group]) -> tuple[float, float]:
+        logprobs, mask = self._reply_logprobs(groups)
+        samples = [sample for group in groups for sample in group.samples]
+        sampled = _padded([sample.logprobs for sample in samples], torch.float32)
+        advantages = [
+            value for group in groups for value in group_advantages([sample.reward for sample in group.samples])
+        ]
+        loss, clipped = policy_loss(logprobs, sampled, torch.tensor(advantages), mask, CLIP)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         torch.nn.utils.clip_grad_norm_(self._trainable, MAX_GRADIENT_NORM)
         self._optimizer.step()
-        return StepResult(loss.item(), clipped.item(), time.monotonic() - started)
+        return loss.item(), clipped.item()
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """The log-probability of each token but the first under the model as it is now."""

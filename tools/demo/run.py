@@ -14,7 +14,8 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,8 +26,8 @@ from anyio import to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 from rich.console import Console
 
-from bus.errors import BusError, InvalidInput, UpdateFailed
-from bus.events import NodeOutcome, Outcome, Peer, PhaseTimes, Role
+from bus.errors import BusError, InvalidInput, ServerFailed, UpdateFailed
+from bus.events import NodeOutcome, Outcome, Peer, PhaseTimes
 from tools.demo.display import Display
 from tools.demo.fleet import running_servers
 from tools.demo.learner import Learner
@@ -39,9 +40,11 @@ from tools.report import write_report
 from trainer_node import AdapterPublisher, Update
 
 ADAPTER: Final = "policy"
-GROUPS_PER_STEP: Final = 6
+GROUPS_PER_STEP: Final = 8
 GROUP_SIZE: Final = 8
 JOIN_TIMEOUT: Final = 60.0
+FLEET_INTERVAL: Final = 1.0
+"""Seconds between two looks at who is live."""
 
 _HUB_ID: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -84,7 +87,7 @@ def run_demo(settings: DemoSettings) -> int:
         error = _first_bus_error(failure)
         if error is None:
             raise
-        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2 if isinstance(error, InvalidInput) else 1
 
 
@@ -127,7 +130,10 @@ async def _demo(settings: DemoSettings, console: Console) -> None:
             running_servers(model, publisher.address, settings.nodes, directory, display.server),
             sampler,
         ):
-            await publisher.wait_for_nodes(settings.nodes, timeout=JOIN_TIMEOUT)
+            try:
+                await publisher.wait_for_nodes(settings.nodes, timeout=JOIN_TIMEOUT)
+            except TimeoutError as error:
+                raise ServerFailed("the fleet", f"{error}; the servers' logs are in {directory}") from error
             display.stage(f"{settings.nodes} servers follow {publisher.address}; held-out problems, base model")
             training, held_out = split_problems(settings.seed)
             base_reward = await sampler.greedy_reward(model, held_out)
@@ -172,11 +178,12 @@ class _Loop:
 
     async def run(self, problems: tuple[Problem, ...]) -> None:
         await self._publish(1, lag=0.0)
+        await self._look_at_fleet()
         draws = _endless(problems, random.Random(self.settings.seed))
         # The samplers each hold one finished group more than fits, so one batch is ahead of the learner, not two.
         ahead = max(0, GROUPS_PER_STEP - self.settings.nodes)
         send, groups = anyio.create_memory_object_stream[Group](ahead)
-        async with anyio.create_task_group() as tasks, groups:
+        async with self._watched_fleet(), anyio.create_task_group() as tasks, groups:
             for _ in range(self.settings.nodes):
                 tasks.start_soon(self._keep_sampling, draws, send.clone())
             send.close()
@@ -216,11 +223,24 @@ class _Loop:
                     self.display.notice(_lost(update, outcome))
         row.lag = lag
         self.record.rows.append(row)
-        self._note_fleet()
         self.display.version(row)
 
-    def _note_fleet(self) -> None:
-        live = {status.peer for status in self.publisher.nodes if status.role is Role.ROLLOUT}
+    @asynccontextmanager
+    async def _watched_fleet(self) -> AsyncIterator[None]:
+        """Ask again and again who is live, so that samplers use whoever joins and leave alone whoever is gone."""
+
+        async def watch() -> None:
+            while True:
+                await anyio.sleep(FLEET_INTERVAL)
+                await self._look_at_fleet()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            yield
+            tasks.cancel_scope.cancel()
+
+    async def _look_at_fleet(self) -> None:
+        live = {status.peer for status in await self.publisher.refresh_nodes()}
         if self.record.peers:
             for peer in sorted(live - self.record.peers):
                 self.display.notice(f"{peer.node} joined the fleet")

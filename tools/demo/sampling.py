@@ -16,7 +16,7 @@ import anyio
 import httpx
 
 from bus.errors import ServerFailed
-from bus.events import NodeStatus, Peer, Role
+from bus.events import NodeStatus, Peer
 from tools.demo.task import MAX_ANSWER_TOKENS, Problem, reward
 
 REQUEST_TIMEOUT: Final = 60.0
@@ -50,12 +50,18 @@ class Group:
 class Sampler:
     """An HTTP client of the whole fleet; use it as an async context manager.
 
-    `nodes` gives the fleet as the controller sees it now: a node that joins is used from its first head on. A
-    node that does not answer is left alone until it comes back under a new incarnation, its request goes to the
-    next node, and `notice` is told. A request counts as failed only when no node could answer it.
+    `nodes` gives the live rollout nodes as the controller sees them; one that joins is used from its first head
+    on. A node that does not answer is left alone until it comes back under a new incarnation, its request goes to
+    the next node, and `notice` is told. A request counts as failed only when no node could answer it.
     """
 
-    def __init__(self, adapter: str, nodes: Callable[[], Sequence[NodeStatus]], notice: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        adapter: str,
+        nodes: Callable[[], Sequence[NodeStatus]],
+        notice: Callable[[str], None],
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self.sent = 0
         self.failed = 0
         self.versions_seen: defaultdict[str, set[int]] = defaultdict(set)
@@ -65,7 +71,7 @@ class Sampler:
         self._notice = notice
         self._silent: set[Peer] = set()
         self._turn = itertools.count()
-        self._client = httpx.AsyncClient(timeout=REQUEST_TIMEOUT, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=REQUEST_TIMEOUT, trust_env=False, transport=transport)
 
     async def __aenter__(self) -> Sampler:
         return self
@@ -84,8 +90,7 @@ class Sampler:
         return {
             status.peer: status.capabilities.endpoint
             for status in sorted(self._nodes(), key=lambda status: status.peer)
-            if status.role is Role.ROLLOUT
-            and status.capabilities is not None
+            if status.capabilities is not None
             and status.capabilities.endpoint
             and status.peer not in self._silent
             and (

@@ -1,0 +1,5 @@
+"""`python -m tools` is `adapterbus`."""
+
+from tools.cli import main
+
+main()
