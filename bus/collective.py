@@ -224,7 +224,7 @@ class Collective:
             raise TransferFailed(view, "this process is in no group of that view; join a new view")
         try:
             with anyio.fail_after(timeout):
-                return await seat.perform(partial(seat.move, buffer, manifest, tuple(sorted(audience)), timeout))
+                return await seat.perform(partial(seat.move, buffer._bytes, manifest, tuple(sorted(audience)), timeout))
         except BaseException as error:
             self._abandon(view, seat)
             buffer.renew()
@@ -346,22 +346,22 @@ class _Seat:
         self._store = TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
         self._groups[self._others] = self._form(f"view/{self._view}", self._others, timeout)
 
-    def move(self, buffer: AdapterBuffer, manifest: AdapterManifest, audience: tuple[int, ...], timeout: float) -> str:
+    def move(self, data: torch.Tensor, manifest: AdapterManifest, audience: tuple[int, ...], timeout: float) -> str:
         """Broadcast chunk by chunk from rank 0 to the audience, hashing what is settled while the next one travels."""
         deadline = time.monotonic() + timeout
         if not set(audience) <= set(self._others) or (self._rank and self._rank not in audience):
             raise _Broken(f"rank {self._rank} cannot take part in a transfer from rank 0 to ranks {audience}")
-        if manifest.nbytes > buffer.nbytes:
-            raise _Broken(f"the manifest has {manifest.nbytes} bytes, the buffer {buffer.nbytes}")
+        if manifest.nbytes > data.nbytes:
+            raise _Broken(f"the manifest has {manifest.nbytes} bytes, the buffer {data.nbytes}")
         if audience not in self._groups:
             name = f"view/{self._view}/to/{','.join(map(str, audience))}"
             self._groups[audience] = self._form(name, audience, timeout)
         group, root = self._groups[audience], self._rank == 0
         hasher = blake3()
-        settled = buffer._bytes[:0]
+        settled = data[:0]
         for start, end in manifest.chunks():
             self.awaited = f"bytes {start} to {end} of {manifest.nbytes}"
-            chunk = buffer._bytes[start:end]
+            chunk = data[start:end]
             on_wire = chunk if chunk.device.type == self._device.type else torch.empty_like(chunk, device=self._device)
             if root and on_wire is not chunk:
                 on_wire.copy_(chunk)

@@ -266,17 +266,21 @@ class Source:
         self.peer = peer
         self._groups = Groups(peer.node)
         self._announced: dict[str, UpdateAnnounced] = {}
+        self._sent: Attempt | None = None
 
     def handle(self, event: Event) -> list[Effect]:
         match event:
             case ViewProposed() | ViewAbandoned() | ViewJoined() | ViewFailed():
                 return self._groups.handle(event)
+            case TransferStarted(attempt=self._sent):
+                pass  # told again by a snapshot
             case UpdateAnnounced(attempt=attempt, source=self.peer.node):
                 self._announced[attempt.adapter] = event
             case TransferStarted(attempt=attempt):
                 update = self._announced.get(attempt.adapter)
                 proposal = self._groups.proposal(attempt.view)
                 if update is not None and update.attempt == attempt and proposal is not None:
+                    self._sent = attempt
                     return [Transmit(event, update, proposal)]
             case TransferFailed():
                 return [Answer(event)]

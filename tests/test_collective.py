@@ -315,9 +315,10 @@ async def test_leaving_ends_a_transfer_and_closes_the_group() -> None:
 
 
 async def test_closing_ends_every_thread() -> None:
+    before = set(threading.enumerate())
     async with fleet(3) as (members, _):
         assert {member.views for member in members} == {frozenset({1})}
-        threads = [thread for thread in threading.enumerate() if thread.name.startswith("collective-")]
+        threads = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("collective-")]
         assert len(threads) == 3
     for thread in threads:
         thread.join(5)
@@ -471,6 +472,8 @@ async def processes(count: int) -> AsyncIterator[list[Member]]:
             stack.push_async_callback(process.aclose)
             stack.callback(_kill, process)
             members.append(Member(process))
+        for member in members:  # importing torch takes long, and is no part of any deadline
+            assert await member.hear() == "up"
         yield members
 
 
@@ -503,6 +506,7 @@ async def obey(collective: Collective, do: str, view: int, **details: Any) -> st
 
 async def be_a_member() -> None:
     collective = Collective()
+    print(json.dumps("up"), flush=True)
     async for line in anyio.wrap_file(sys.stdin):
         command = json.loads(line)
         if command["do"] == "exit":

@@ -70,16 +70,16 @@ def test_advantages_are_normalised_within_their_group() -> None:
     assert group_advantages([0.5, 0.5]) == [0.0, 0.0]
 
 
-def test_loss_is_the_clipped_ratio_times_advantage_averaged_over_sampled_tokens() -> None:
+def test_loss_is_the_clipped_ratio_times_advantage_averaged_over_each_sample() -> None:
     """Ratios 2 and 1 with advantage 1, then 0.5 with advantage -1 and a padded token; clip 0.2.
 
-    Gains: min(2, 1.2) = 1.2; 1; min(-0.5, -0.8) = -0.8. Loss: -(1.2 + 1 - 0.8) / 3.
+    Gains: min(2, 1.2) = 1.2 and 1, on average 1.1; min(-0.5, -0.8) = -0.8. Loss: -(1.1 - 0.8) / 2.
     """
     sampled = torch.tensor([[-2.0, -1.0], [-1.0, 0.0]])
     logprobs = sampled + torch.tensor([[math.log(2.0), 0.0], [math.log(0.5), 5.0]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     loss, clipped = policy_loss(logprobs, sampled, torch.tensor([1.0, -1.0]), mask, clip=0.2)
-    assert loss.item() == pytest.approx(-1.4 / 3)
+    assert loss.item() == pytest.approx(-0.15)
     assert clipped.item() == pytest.approx(2 / 3)
 
 
@@ -214,6 +214,7 @@ async def test_servers_are_taken_down_when_the_run_is_cancelled(
     started: list[fleet.Server] = []
     async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listeners:
         (listener,) = listeners.listeners
+        assert isinstance(listener, anyio.abc.SocketListener)
         port = listener.extra(anyio.abc.SocketAttribute.local_port)
         program = f"""if True:
             import signal, socket

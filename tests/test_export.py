@@ -87,7 +87,7 @@ def test_names_shapes_and_values_are_those_that_peft_saves(base_path: Path, tmp_
 def test_a_saved_directory_equals_the_live_export(base_path: Path, tmp_path: Path, lora: Any) -> None:
     model = _adapted(base_path, lora_dropout=0.1, **lora)
     model.save_pretrained(tmp_path)
-    live, read = export_adapter(model), read_adapter_directory(tmp_path)
+    live, read = export_adapter(model), read_adapter_directory(tmp_path).load()
     assert read.layout == live.layout
     assert read.layout.digest == live.layout.digest
     assert list(read.tensors) == list(live.tensors)
@@ -478,6 +478,12 @@ def test_a_config_that_cannot_be_used_is_one_sentence(saved: Path, changes: Any,
     _configure(saved, **changes)
     with pytest.raises(InvalidInput, match=problem):
         read_adapter_directory(saved)
+
+
+def test_reading_a_directory_needs_no_torch() -> None:
+    """A push that is refused answers within two seconds, and importing torch and PEFT takes longer."""
+    code = "import sys, trainer_node.adapter_directory; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ ONLY_IN = {
     "zmq": {"bus/transport.py"},
     "msgpack": {"bus/codec.py"},
     "sqlite3": {"bus/journal.py"},
+    "safetensors": {"trainer_node/adapter_directory.py"},
     "peft": {"trainer_node/export.py", "tools/demo/learner.py"},
     "typer": {"tools/cli.py"},
     "plotly": {"tools/report.py"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
+from typing import Any
 
 import pytest
 
@@ -48,7 +49,7 @@ from bus.events import (
     ViewProposed,
 )
 from bus.manifest import AdapterManifest
-from bus.participant import Participant
+from bus.participant import Participant, Source
 from bus.protocol import (
     REPLICA,
     UPDATE,
@@ -63,8 +64,10 @@ from bus.protocol import (
     Publish,
     Receive,
     ReplicaState,
+    Resolve,
     Send,
     Signal,
+    Transmit,
     UpdateState,
     ViewState,
     next_state,
@@ -77,11 +80,7 @@ MANIFEST = AdapterManifest.of(LAYOUT, "blake3:aa")
 
 # ------------------------------------------------------------------------------------------ tables
 
-TABLES: list[tuple[type[StrEnum], Mapping[StrEnum, Mapping[Signal, StrEnum]]]] = [
-    (UpdateState, UPDATE),
-    (ViewState, VIEW),
-    (ReplicaState, REPLICA),
-]  # type: ignore[list-item]  # a mapping is invariant in its key
+TABLES: list[Any] = [(UpdateState, UPDATE), (ViewState, VIEW), (ReplicaState, REPLICA)]
 
 
 @pytest.mark.parametrize(("states", "table"), TABLES, ids=["update", "view", "replica"])
@@ -251,12 +250,11 @@ def test_a_completed_update_tells_its_phases_and_every_outcome() -> None:
     assert completed.phases.total == completed.phases.ready + completed.phases.transfer + completed.phases.load
 
 
-@pytest.mark.parametrize("field", ["version", "number", "view", "adapter"])
-def test_an_answer_for_another_attempt_is_dropped_and_counted(field: str) -> None:
+@pytest.mark.parametrize("other", [{"version": 99}, {"number": 99}, {"view": 99}, {"adapter": "other"}])
+def test_an_answer_for_another_attempt_is_dropped_and_counted(other: dict[str, Any]) -> None:
     fleet = Fleet("a")
     attempt = fleet.publish().attempt
-    other = replace(attempt, **{field: "other" if field == "adapter" else 99})
-    assert not fleet.everyone(NodeReady, other)
+    assert not fleet.everyone(NodeReady, replace(attempt, **other))
     assert fleet.coordinator.counters["stale"] == 1
     assert only(TransferStarted, fleet.everyone(NodeReady, attempt))
 
@@ -633,3 +631,41 @@ def test_an_older_view_never_replaces_a_newer_one() -> None:
 
 def test_a_view_formed_needs_no_answer() -> None:
     assert Node().mind.handle(ViewFormed(1, "trainer"), 0.0) == []
+
+
+# ------------------------------------------------------------------------------------------ source
+
+
+def test_a_source_sends_what_is_its_own_once_and_hears_how_it_ended() -> None:
+    source = Source(TRAINER)
+    proposal = ViewProposed(1, "trainer", (Member("trainer", 0), Member("a", 0)), "s", 5.0)
+    assert source.handle(proposal) == [JoinGroup(proposal)]
+    source.handle(ViewJoined(1, TRAINER))
+    announced = UpdateAnnounced(Attempt("policy", 1, 1, 1), "r1", "trainer", ("a",), MANIFEST, 10.0)
+    started = TransferStarted(announced.attempt, ("a",), 5.0)
+    assert source.handle(started) == []
+    source.handle(announced)
+    assert source.handle(started) == [Transmit(started, announced, proposal)]
+    assert source.handle(started) == []
+    aborted = UpdateAborted(announced.attempt, Phase.LOAD, "a", Reason.ENGINE_FAILED, "", final=True, seconds=1.0)
+    assert source.handle(aborted) == [Discard(announced.attempt), Resolve("r1", aborted)]
+    assert source.handle(replace(aborted, final=False)) == [Discard(announced.attempt)]
+
+
+def test_a_source_leaves_alone_what_another_trainer_sends() -> None:
+    source = Source(TRAINER)
+    announced = UpdateAnnounced(Attempt("policy", 1, 1, 1), "r1", "other", ("a",), MANIFEST, 10.0)
+    source.handle(announced)
+    assert source.handle(TransferStarted(announced.attempt, ("a",), 5.0)) == []
+
+
+def test_a_snapshot_tells_a_peer_that_missed_events_what_it_has_a_part_in() -> None:
+    """B008: a gap in what is published is filled by asking."""
+    fleet = Fleet("a")
+    fleet.commit()
+    announced = fleet.publish("r2")
+    said = fleet.tell(fleet.peers["a"], SnapshotRequested(fleet.peers["a"]))
+    assert announced in said
+    assert [event.attempt.version for event in said if isinstance(event, VersionCommitted)] == [1]
+    (started,) = only(TransferStarted, fleet.everyone(NodeReady, announced.attempt))
+    assert started in fleet.tell(TRAINER, SnapshotRequested(TRAINER))

@@ -6,28 +6,57 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import anyio
 from rich.console import Console
 from rich.table import Table
 
-from trainer_node import AdapterPublisher, Update
+from bus.capabilities import check_servable
+from bus.errors import Refused, UpdateFailed
+from bus.events import Phase, StatusReported
+from bus.manifest import AdapterLayout
+from tools.status import ask
 from trainer_node.adapter_directory import read_adapter_directory
+
+if TYPE_CHECKING:
+    from trainer_node import Update
 
 
 def push_directory(
     directory: Path, *, address: str, adapter: str | None, base_model: str | None, timeout: float, as_json: bool
 ) -> None:
     """Publish a saved adapter and print what became of it; raises what the publisher and the reader raise."""
-    exported = read_adapter_directory(directory, base_model=base_model)
+    saved = read_adapter_directory(directory, base_model=base_model)
     name = adapter or directory.resolve().name
+    _refuse_early(name, saved.layout, anyio.run(ask, address))
+    from trainer_node import AdapterPublisher
+
     node = f"push-{socket.gethostname()}-{os.getpid()}"
     with AdapterPublisher.blocking(name, address=address, node=node) as publisher:
-        update = publisher.publish(exported, timeout=timeout)
+        update = publisher.publish(saved.load(), timeout=timeout)
     if as_json:
         print(json.dumps(summarised(update), indent=2))
     else:
         _show(update)
+
+
+def _refuse_early(adapter: str, layout: AdapterLayout, fleet: StatusReported) -> None:
+    """Ask each node's capabilities before torch is imported: a no within a second is worth more than one after five."""
+    for node in fleet.nodes:
+        if node.capabilities is not None and (not node.adapters or adapter in node.adapters):
+            try:
+                check_servable(layout, node.capabilities)
+            except Refused as refused:
+                raise UpdateFailed(
+                    adapter,
+                    0,
+                    node=node.peer.node,
+                    phase=Phase.READY,
+                    reason=refused.reason,
+                    detail=refused.detail,
+                    seconds=0.0,
+                ) from None
 
 
 def summarised(update: Update) -> dict[str, Any]:

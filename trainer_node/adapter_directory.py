@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from bus.base_model import base_config, base_model_at
 from bus.errors import InvalidInput
-from trainer_node.export import ExportedAdapter, arranged, refuse_unservable, without_wrappers
+from bus.manifest import ITEM_BYTES, AdapterLayout
+from trainer_node.lora_config import layout_of, refuse_unservable, without_wrappers
+
+if TYPE_CHECKING:
+    from trainer_node.export import ExportedAdapter
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
@@ -21,18 +24,40 @@ _ADAPTER_NAME: Final = re.compile(r"(\.lora_[AB])\.[^.]+(\.weight)$|(\.lora_embe
 """An adapter's name inside a tensor's name: there if a state dict was saved by hand, not if PEFT saved it."""
 
 
-def read_adapter_directory(
-    path: Path, *, base_model: str | None = None, dtype: torch.dtype | None = None
-) -> ExportedAdapter:
-    """Read a saved LoRA adapter; the result equals the live export of the model that saved it.
+@dataclass(frozen=True)
+class AdapterDirectory:
+    """A saved adapter as its files' headers tell of it; no weight has been read, and torch is not needed yet."""
+
+    weights: Path
+    layout: AdapterLayout
+    config: dict[str, Any]
+    dtype: str
+
+    def load(self) -> ExportedAdapter:
+        """Read the weights; raises `InvalidInput` for a damaged file, `InvalidLayout` for values not finite."""
+        import torch  # a second and a half that a refused push does without
+        from safetensors.torch import load_file
+
+        from trainer_node.export import arranged
+
+        try:
+            tensors = {_plain_name(name): tensor for name, tensor in load_file(self.weights).items()}
+        except (OSError, SafetensorError) as error:
+            raise _incomplete(self.weights, error) from error
+        return arranged(self.config, tensors, self.layout.base_model, getattr(torch, self.dtype))
+
+
+def read_adapter_directory(path: Path, *, base_model: str | None = None) -> AdapterDirectory:
+    """Look at a saved LoRA adapter; once loaded, it equals the live export of the model that saved it.
 
     `base_model` replaces the path or hub id that the adapter names, for when that is elsewhere on this machine.
-    `dtype` is the one to serve in, by default the base model's. Raises `InvalidInput` for anything that is not
-    an adapter directory or whose base model is not here, `InvalidLayout` for an adapter no server could serve.
+    It is served in the base model's dtype. Raises `InvalidInput` for anything that is not an adapter directory
+    or whose base model is not here, `InvalidLayout` for an adapter no server could serve.
     """
     config = _config(path)
-    tensors = {_ADAPTER_NAME.sub(r"\1\2\3", without_wrappers(name)): t for name, t in _weights(path).items()}
-    refuse_unservable(config, tuple(tensors))
+    weights = _weights(path)
+    shapes = _shapes(weights)
+    refuse_unservable(config, tuple(shapes))
     base = base_model or config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise InvalidInput(f"{path / _CONFIG} does not say which base model the adapter is for; name it")
@@ -40,7 +65,8 @@ def read_adapter_directory(
         identity, served = base_model_at(base), base_config(base)
     except InvalidInput as error:
         raise InvalidInput(f"adapter {path}: {error}") from None
-    return arranged(config, tensors, identity, dtype or _dtype(served))
+    dtype = _dtype(served)
+    return AdapterDirectory(weights, layout_of(config, shapes, identity, dtype), config, dtype)
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -62,7 +88,7 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _weights(path: Path) -> dict[str, torch.Tensor]:
+def _weights(path: Path) -> Path:
     file = path / _WEIGHTS
     if (path / "adapter_model.bin").is_file() and not file.is_file():
         raise InvalidInput(
@@ -71,17 +97,30 @@ def _weights(path: Path) -> dict[str, torch.Tensor]:
         )
     if not file.is_file():
         raise InvalidInput(f"{path} holds no {_WEIGHTS}; save the adapter again with save_pretrained")
+    return file
+
+
+def _shapes(weights: Path) -> dict[str, tuple[int, ...]]:
     try:
-        return dict(load_file(file))
+        with safe_open(weights, framework="numpy") as file:
+            return {_plain_name(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise InvalidInput(f"{file} is not a complete safetensors file ({error}); save the adapter again") from error
+        raise _incomplete(weights, error) from error
 
 
-def _dtype(config: dict[str, Any]) -> torch.dtype:
+def _plain_name(name: str) -> str:
+    return _ADAPTER_NAME.sub(r"\1\2\3", without_wrappers(name))
+
+
+def _incomplete(file: Path, error: Exception) -> InvalidInput:
+    return InvalidInput(f"{file} is not a complete safetensors file ({error}); save the adapter again")
+
+
+def _dtype(config: dict[str, Any]) -> str:
     """The dtype that the base model's config asks for; bfloat16, in which servers run, if it asks for none."""
     nested = config.get("text_config")
     for source in (config, nested if isinstance(nested, dict) else {}):
-        dtype = getattr(torch, str(source.get("dtype") or source.get("torch_dtype")), None)
-        if isinstance(dtype, torch.dtype):
+        dtype = str(source.get("dtype") or source.get("torch_dtype")).removeprefix("torch.")
+        if dtype in ITEM_BYTES:
             return dtype
-    return torch.bfloat16
+    return "bfloat16"

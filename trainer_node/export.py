@@ -1,56 +1,28 @@
 """From a live PEFT model to what travels: the layout, and the tensors in its order.
 
-Names are those that PEFT saves. The config on the wire is reduced to what a LoRA server needs, so that it does
-not change with dropout, paths or releases of PEFT. What no server could serve faithfully is refused here, at the
-trainer, by name. Nothing is copied: packing does that, and casts on the way.
+Names are those that PEFT saves; `lora_config.py` says what becomes of the config. Nothing is copied: packing does
+that, and casts on the way.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Real
 from typing import Any, Final
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from bus.base_model import base_config, base_directory, base_model_at, fingerprint
 from bus.errors import InvalidInput, InvalidLayout
-from bus.manifest import AdapterLayout, BaseModel, TensorSpec
-
-_WRAPPERS: Final = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-"""What torch.compile, FSDP and activation checkpointing insert into names; PEFT saves without them."""
+from bus.manifest import AdapterLayout, BaseModel
+from trainer_node.lora_config import layout_of, refuse_unservable, without_wrappers
 
 _SOURCE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-
-_LORA_ENDINGS: Final = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
-
-_HARMLESS_STARTS: Final = ("gaussian", "eva", "orthogonal", "mica")
-"""The named initialisations that leave the base weights alone."""
-
-_UNSERVABLE: Final = {
-    "use_dora": "Train without DoRA, or serve a merged model",
-    "modules_to_save": "Train LoRA on these modules instead, or serve a merged model",
-    "trainable_token_indices": "Train the embedding with LoRA instead, or serve a merged model",
-    "lora_bias": "Train with lora_bias=False",
-    "target_parameters": "Target modules instead of parameters",
-    "layer_replication": "Serve a merged model",
-    "alora_invocation_tokens": "Train an ordinary LoRA",
-    "use_qalora": "Train an ordinary LoRA",
-    "use_bdlora": "Train an ordinary LoRA",
-    "arrow_config": "Train an ordinary LoRA",
-    "kasa_config": "Train an ordinary LoRA",
-    "monteclora_config": "Train an ordinary LoRA",
-}
-"""Fields of a LoRA config that change what the adapter computes, beyond B·A·scale, with the way out."""
 
 
 @dataclass(frozen=True)
@@ -83,30 +55,6 @@ def export_adapter(
     return arranged(config, tensors, _base_model(config, base), dtype or _base_dtype(base))
 
 
-def refuse_unservable(config: Mapping[str, Any], names: tuple[str, ...]) -> None:
-    """Raise `InvalidLayout` if the PEFT config asks for more than plain LoRA; `names` are the tensors it saves."""
-    if str(getattr(config.get("peft_type"), "value", config.get("peft_type"))) != "LORA":
-        raise InvalidInput(f"the adapter's type is {config.get('peft_type')}; only LORA can be served")
-    extra = tuple(name for name in names if not name.endswith(_LORA_ENDINGS))
-    for field, remedy in _UNSERVABLE.items():
-        if config.get(field):
-            raise InvalidLayout(f"a LoRA server cannot serve {field}={config[field]!r}", extra, f"{remedy}.")
-    if config.get("bias", "none") != "none":
-        raise InvalidLayout(f"a LoRA server cannot serve bias={config['bias']!r}", extra, "Train with bias='none'.")
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower() not in _HARMLESS_STARTS:
-        raise InvalidLayout(
-            f"init_lora_weights={start!r} changes the base weights, so the adapter is wrong on a server's own copy",
-            remedy="Convert it with save_pretrained(path_initial_model_for_weight_conversion=...) and push the result, "
-            "or train with another initialisation.",
-        )
-
-
-def without_wrappers(name: str) -> str:
-    """A name as it is without torch.compile, FSDP or activation checkpointing."""
-    return _WRAPPERS.sub("", name)
-
-
 def arranged(
     config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], base: BaseModel, dtype: torch.dtype
 ) -> ExportedAdapter:
@@ -115,9 +63,9 @@ def arranged(
     Raises `InvalidLayout` for tensors that are empty, of another rank than the config says, not finite in
     `dtype`, or not LoRA pairs.
     """
-    tensors = {name: tensors[name] for name in sorted(tensors)}
-    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors.items())
-    layout = _layout(base, _facts(config), shapes, str(dtype).removeprefix("torch."))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    layout = layout_of(config, shapes, base, str(dtype).removeprefix("torch."))
+    tensors = {spec.name: tensors[spec.name] for spec in layout.tensors}
     _check_values(tensors, dtype)
     return ExportedAdapter(layout, tensors)
 
@@ -195,75 +143,6 @@ def _base_model(config: Mapping[str, Any], base: Any) -> BaseModel:
 def _base_on_disk(name: str) -> tuple[BaseModel, dict[str, Any]]:
     """Kept, since what counts is what the model was loaded from, and a publish must not read files."""
     return base_model_at(name), base_config(name)
-
-
-def _facts(config: Mapping[str, Any]) -> str:
-    """The part of a PEFT config that a server needs, as JSON that is the same on every run.
-
-    The patterns keep their order: PEFT takes the first that matches.
-    """
-    task = config.get("task_type")
-    return json.dumps(
-        {
-            "alpha_pattern": _pattern(config, "alpha_pattern"),
-            "bias": "none",
-            "lora_alpha": _number("lora_alpha", config.get("lora_alpha")),
-            "modules_to_save": None,
-            "peft_type": "LORA",
-            "r": _number("r", config.get("r")),
-            "rank_pattern": _pattern(config, "rank_pattern"),
-            "task_type": None if task is None else str(getattr(task, "value", task)),
-            "use_dora": False,
-            "use_rslora": bool(config.get("use_rslora")),
-        }
-    )
-
-
-def _pattern(config: Mapping[str, Any], field: str) -> dict[str, int | float]:
-    pattern = config.get(field) or {}
-    try:
-        return {re.compile(key).pattern: _number(f"{field}[{key!r}]", value) for key, value in pattern.items()}
-    except (AttributeError, TypeError, re.error) as error:
-        raise InvalidInput(f"the PEFT config's {field} is not a mapping from module patterns ({error})") from None
-
-
-def _number(field: str, value: object) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise InvalidInput(f"the PEFT config's {field} is {value!r}; it must be a number")
-    exact = float(value)
-    return int(exact) if exact.is_integer() else exact
-
-
-@lru_cache(maxsize=8)
-def _layout(base: BaseModel, facts: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: str) -> AdapterLayout:
-    """Build a layout, or find the one built before: for 18,040 tensors that saves most of a publish's own time."""
-    config = json.loads(facts)
-    _check_ranks(config, shapes)
-    tensors = tuple(TensorSpec(name, dtype, shape) for name, shape in shapes)
-    # What PEFT was told to target may be a regex or "all-linear"; what it did target is in the names.
-    config["target_modules"] = sorted({tensor.module.rpartition(".")[2] for tensor in tensors})
-    return AdapterLayout(base, json.dumps(config, separators=(",", ":")), tensors)
-
-
-def _check_ranks(config: Mapping[str, Any], shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
-    """Shapes must have the rank that the config states: a shard, or another adapter's config, would not."""
-    wrong = []
-    for name, shape in shapes:
-        module, ending, _ = name.removeprefix("base_model.model.").partition(".lora_")
-        if not ending or not name.endswith(_LORA_ENDINGS):
-            continue
-        ranks: dict[str, int] = config["rank_pattern"]
-        rank = ranks.get(get_pattern_key(tuple(ranks), module), config["r"]) if ranks else config["r"]
-        down = name.endswith((".lora_A.weight", ".lora_embedding_A"))
-        if len(shape) < 2 or 0 in shape or shape[0 if down else 1] != rank:
-            expected = f"({rank}, in)" if down else f"(out, {rank})"
-            wrong.append(f"{name} {shape}, expected {expected}")
-    if wrong:
-        raise InvalidLayout(
-            "tensors do not have the rank that the PEFT config states",
-            tuple(wrong),
-            "If the trainer shards its parameters (ZeRO-3, FSDP), gather them before export.",
-        )
 
 
 def _check_values(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
