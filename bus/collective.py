@@ -181,7 +181,7 @@ class Collective:
         return frozenset(view for view, seat in self._seats.items() if seat.joined)
 
     async def join(self, view: int, *, rank: int, size: int, store: str, timeout: float) -> None:
-        """Enter the group of a view as `rank` of `size`, over the store at `host:port`; wait until all are in.
+        """Enter the group of a view as `rank` of `size`, over the store at `host:port/prefix`; wait for all.
 
         The store may come up late. Raises `RendezvousFailed` after `timeout` seconds, naming the ranks that
         never came (rank 0, if its store never answered), or at once if the group breaks or is left meanwhile.
@@ -191,8 +191,9 @@ class Collective:
             raise RendezvousFailed(view, (), timeout, "this process has joined it already")
         seat = self._seats[view] = _Seat(view, rank, size, self.backend, self._device, self._host)
         try:
+            server, _, prefix = store.partition("/")
             with anyio.fail_after(timeout):
-                await seat.perform(partial(seat.enter, connectable(f"tcp://{store}"), timeout))
+                await seat.perform(partial(seat.enter, connectable(f"tcp://{server}"), prefix, timeout))
             seat.joined = True
         except TimeoutError:
             raise RendezvousFailed(view, seat.missing, timeout, f"rank {rank} waited for {seat.awaited}") from None
@@ -332,8 +333,9 @@ class _Seat:
         self._dissolve()
         self.closed.set_result(None)
 
-    def enter(self, store: tuple[str, int], timeout: float) -> None:
+    def enter(self, store: tuple[str, int], prefix: str, timeout: float) -> None:
         """Connect to the store, and form the group of the whole view."""
+        self._prefix = f"{prefix}/view/{self._view}".lstrip("/")
         self.awaited = f"the store at {store[0]}:{store[1]}"
         self.missing = (0,) if self._rank else ()
         # A thread that waits in TCPStore's constructor could not be abandoned, so knock first.
@@ -344,7 +346,7 @@ class _Seat:
             except OSError:
                 self._pause(0.05)
         self._store = TCPStore(*store, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-        self._groups[self._others] = self._form(f"view/{self._view}", self._others, timeout)
+        self._groups[self._others] = self._form(self._prefix, self._others, timeout)
 
     def move(self, data: torch.Tensor, manifest: AdapterManifest, audience: tuple[int, ...], timeout: float) -> str:
         """Broadcast chunk by chunk from rank 0 to the audience, hashing what is settled while the next one travels."""
@@ -354,7 +356,7 @@ class _Seat:
         if manifest.nbytes > data.nbytes:
             raise _Broken(f"the manifest has {manifest.nbytes} bytes, the buffer {data.nbytes}")
         if audience not in self._groups:
-            name = f"view/{self._view}/to/{','.join(map(str, audience))}"
+            name = f"{self._prefix}/to/{','.join(map(str, audience))}"
             self._groups[audience] = self._form(name, audience, timeout)
         group, root = self._groups[audience], self._rank == 0
         hasher = blake3()

@@ -81,7 +81,7 @@ class Views:
             return []
         self.last_number += 1
         # Another controller run may count views from one again; its keys in the store must not meet ours.
-        store = trainer.store
+        store = f"{trainer.store}/{self._run}"
         proposal = ViewProposed(self.last_number, trainer.peer.node, members, store, self._timeouts.view)
         self._of[trainer.peer.node] = View(proposal, now + self._timeouts.view + VIEW_GRACE)
         return [Publish(proposal)]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bus.base_model import base_model_at, fingerprint
-from bus.manifest import BaseModel
 from bus.errors import InvalidInput
+from bus.manifest import BaseModel
 
 
 def _model(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:

@@ -345,6 +345,14 @@ async def test_a_rank_that_stays_away_is_named_in_time() -> None:
                     joining.start_soon(miss, rank)
 
 
+async def test_two_runs_that_count_views_alike_do_not_meet_in_one_store() -> None:
+    """B090: the prefix comes with the view; keys of another run are not ours."""
+    async with fleet(1) as (_, store), Collective() as first, Collective() as second:
+        await join_all([first], 7, f"{store}/run-a")
+        await join_all([second], 7, f"{store}/run-b")
+        assert first.views == second.views == {7}
+
+
 async def test_a_store_that_never_answers_means_that_rank_0_is_missing() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

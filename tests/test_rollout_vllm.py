@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -23,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bus.codec import EVENT_CODEC
 from bus.collective import AdapterBuffer, Collective, RendezvousStore
+from bus.errors import EngineUnsupported, LoadFailed
 from bus.events import (
     AdapterReceived,
     Attempt,
@@ -40,8 +42,9 @@ from bus.events import (
     VersionCommitted,
     ViewProposed,
 )
-from bus.manifest import AdapterLayout, AdapterManifest
+from bus.manifest import AdapterLayout, AdapterManifest, BaseModel, TensorSpec
 from rollout_node.serve import server_command
+from rollout_node.vllm_seam import AdapterSlots
 from tools.model import demo_model
 from trainer_node.export import export_adapter
 
@@ -238,7 +241,8 @@ def reseed(model: Any, seed: int, scale: float = 0.02) -> None:
 def expected_logprobs(model: Any, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    spoken: torch.Tensor = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return spoken
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -403,3 +407,81 @@ async def test_the_engine_says_what_it_can_serve(source: Source, model_path: Pat
     assert set(capabilities["modules"]) >= {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert "qkv_proj" not in capabilities["modules"]
     assert capabilities["base_model"]["name"] == model_path.name
+
+
+class PretendManager:
+    """vLLM's adapter manager around its real `LoRAModel`, on a model of two modules; `passed_over` loses one."""
+
+    def __init__(self, passed_over: str = "") -> None:
+        self.model = object()
+        self.modules = {"m.q_proj": object(), "m.o_proj": object()}
+        self.packed_modules: dict[str, list[str]] = {}
+        self.lora_index_to_id: list[int | None] = [None]
+        self.registered: dict[int, Any] = {}
+        self._passed_over = passed_over
+
+    def add_adapter(self, model: Any) -> bool:
+        model.loras.pop(self._passed_over, None)
+        self.registered[model.id] = model
+        return True
+
+    def activate_adapter(self, lora_id: int) -> bool:
+        self.lora_index_to_id[0] = lora_id
+        return True
+
+    def pin_adapter(self, lora_id: int) -> bool:
+        return True
+
+    def remove_adapter(self, lora_id: int) -> bool:
+        self.lora_index_to_id[0] = None
+        return self.registered.pop(lora_id, None) is not None
+
+    def list_adapters(self) -> dict[int, Any]:
+        return dict(self.registered)
+
+
+def slots_of(manager: PretendManager) -> AdapterSlots:
+    config = SimpleNamespace(lora_dtype=torch.bfloat16, max_lora_rank=16, max_loras=1)
+    lora = SimpleNamespace(_adapter_manager=manager, lora_config=config, vocab_size=100)
+    return AdapterSlots(SimpleNamespace(device=torch.device("cpu"), model_runner=SimpleNamespace(lora_manager=lora)))
+
+
+def two_modules() -> tuple[AdapterLayout, dict[str, torch.Tensor]]:
+    names = [f"base_model.model.m.{module}.lora_{part}.weight" for module in ("q_proj", "o_proj") for part in "AB"]
+    specs = tuple(TensorSpec(name, "float32", (4, 4)) for name in names)
+    config = '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"]}'
+    return AdapterLayout(BaseModel("tiny", "config:1"), config, specs), {name: torch.ones(4, 4) for name in names}
+
+
+def test_a_module_that_vllm_passes_over_is_a_load_failure_and_nothing_remains() -> None:
+    """B101: loading an adapter and using a part of it looks like success from outside."""
+    layout, tensors = two_modules()
+    whole = slots_of(PretendManager())
+    assert whole.fill(whole.build(layout, tensors, 1), layout) == 4
+
+    manager = PretendManager(passed_over="m.o_proj")
+    slots = slots_of(manager)
+    with pytest.raises(LoadFailed, match="2 of 4 tensors found their module"):
+        slots.fill(slots.build(layout, tensors, 1), layout)
+    assert manager.registered == {}
+    assert manager.lora_index_to_id == [None]
+
+
+def test_the_built_adapter_shares_no_memory_with_the_staging_buffer() -> None:
+    """B096: vLLM scales lora_B in place, and the buffer takes the next version."""
+    layout, tensors = two_modules()
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    model = slots_of(PretendManager()).build(layout, tensors, 1)
+    assert (model.loras["m.q_proj"].lora_b == 2).all()
+    assert all((tensor == 1).all() for tensor in tensors.values())
+
+
+def test_a_vllm_of_another_shape_is_refused_by_name() -> None:
+    """A private name that moved is found when the node starts, not in the middle of an update."""
+    manager = PretendManager()
+    del manager.packed_modules
+    with pytest.raises(EngineUnsupported, match="PretendManager has no packed_modules"):
+        slots_of(manager)
+    bare = SimpleNamespace(model_runner=SimpleNamespace())
+    with pytest.raises(EngineUnsupported, match="start it with --enable-lora"):
+        AdapterSlots(bare)
