@@ -575,7 +575,7 @@ async def test_a_stopped_member_is_noticed_at_the_deadline_and_a_blocked_process
         async with Collective() as me, processes(1) as (member,):
             await join_with(me, [member], 1, store.address)
             member.process.send_signal(signal.SIGSTOP)
-            with lasting_less_than(3), pytest.raises(TransferFailed):
+            with lasting_less_than(6), pytest.raises(TransferFailed):
                 await me.transfer(1, source, manifest, audience=[1], timeout=1)
 
             member.process.send_signal(signal.SIGCONT)
@@ -587,7 +587,7 @@ async def test_a_stopped_member_is_noticed_at_the_deadline_and_a_blocked_process
             )
             assert await member.hear() == "cancelled"
             assert await member.ask(do="wait alone", view=3) == "cancelled"
-            with lasting_less_than(5):
+            with lasting_less_than(15):
                 await member.tell(do="exit")
                 assert await member.process.wait() == 0
 

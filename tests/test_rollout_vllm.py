@@ -468,7 +468,7 @@ def test_a_module_that_vllm_passes_over_is_a_load_failure_and_nothing_remains() 
 
 
 def test_the_built_adapter_shares_no_memory_with_the_staging_buffer() -> None:
-    """B096: vLLM scales lora_B in place, and the buffer takes the next version."""
+    """B099: vLLM scales lora_B in place, and the buffer takes the next version."""
     layout, tensors = two_modules()
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     model = slots_of(PretendManager()).build(layout, tensors, 1)
