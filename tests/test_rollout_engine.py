@@ -84,6 +84,15 @@ def test_retention_frees_one_slot_and_never_gives_up_a_head() -> None:
     assert table.oldest_replaceable() is None
 
 
+def test_one_version_on_its_way_out_is_enough() -> None:
+    table = VersionTable(slots=3)
+    for version in (1, 2, 3):
+        serve_version(table, version)
+    (first,) = table.surplus()
+    first.stage = Stage.DRAINING
+    assert table.surplus() == []
+
+
 def test_versions_beyond_the_retained_go_even_while_slots_are_free() -> None:
     table = VersionTable(slots=8, retain=2)
     for version in range(1, 5):

@@ -46,7 +46,7 @@ from bus.manifest import AdapterLayout, AdapterManifest, BaseModel, TensorSpec
 from rollout_node.serve import server_command
 from rollout_node.vllm_seam import AdapterSlots
 from tools.model import demo_model
-from trainer_node.export import export_adapter
+from trainer_node.export import ExportedAdapter, export_adapter
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -159,7 +159,7 @@ class Source:
 
     async def publish(self, model: Any, adapter: str = "policy") -> tuple[Attempt, dict[str, Any]]:
         """One version all the way to active; returns what the load proved."""
-        exported = export_adapter(model)
+        exported = export_adapter(model, dtype=torch.bfloat16)
         buffer = AdapterBuffer(exported.layout.nbytes)
         buffer.pack(exported.layout, exported.tensors)
         digest = buffer.digest(exported.layout.nbytes)
@@ -222,16 +222,20 @@ async def opened_source(server: str) -> AsyncIterator[Source]:
         store.close()
 
 
-def policy(model_path: Path, seed: int, rank: int = 16, scale: float = 0.02, targets: Any = "all-linear") -> Any:
-    """The base model with a LoRA adapter that changes what it says, without training it."""
+def policy(model_path: Path, seed: int, rank: int = 16, scale: float = 0.06, targets: Any = "all-linear") -> Any:
+    """The base model with a LoRA adapter that changes what it says, without training it; exact where servers round."""
     torch.manual_seed(seed)
-    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model = peft.get_peft_model(base, peft.LoraConfig(r=rank, lora_alpha=32, target_modules=targets))
     reseed(model, seed, scale)
     return model
 
 
-def reseed(model: Any, seed: int, scale: float = 0.02) -> None:
+def exported_policy(*arguments: Any, **options: Any) -> ExportedAdapter:
+    return export_adapter(policy(*arguments, **options), dtype=torch.bfloat16)
+
+
+def reseed(model: Any, seed: int, scale: float = 0.06) -> None:
     torch.manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -296,7 +300,7 @@ async def test_an_adapter_on_part_of_a_packed_module_is_served(source: Source, m
 
 async def test_what_cannot_be_served_is_refused_before_anything_moves(source: Source, model_path: Path) -> None:
     before = await source.models()
-    layout = export_adapter(policy(model_path, seed=1, rank=64)).layout
+    layout = exported_policy(model_path, seed=1, rank=64).layout
     started = time.monotonic()
     refused = await source.announce(Attempt("policy", 500, 1, source.view), layout, "blake3:none")
     assert refused["error"] == "Refused"
@@ -305,7 +309,7 @@ async def test_what_cannot_be_served_is_refused_before_anything_moves(source: So
     assert "16" in refused["text"]
     assert time.monotonic() - started < 2
 
-    small = export_adapter(policy(model_path, seed=1, rank=4, targets=["q_proj"])).layout
+    small = exported_policy(model_path, seed=1, rank=4, targets=["q_proj"]).layout
     tensors = tuple(replace(t, name=t.name.replace("layers.0.", "layers.77.")) for t in small.tensors)
     strange = AdapterLayout(small.base_model, small.peft_config, tensors)
     refused = await source.announce(Attempt("policy", 501, 1, source.view), strange, "blake3:none")
@@ -319,7 +323,7 @@ async def test_what_cannot_be_served_is_refused_before_anything_moves(source: So
 
 async def test_bytes_other_than_the_manifest_says_are_never_loaded(source: Source, model_path: Path) -> None:
     """B092: the receiver hashes what it holds, and a load without it fails."""
-    exported = export_adapter(policy(model_path, seed=1, rank=4, targets=["q_proj"]))
+    exported = exported_policy(model_path, seed=1, rank=4, targets=["q_proj"])
     buffer = AdapterBuffer(exported.layout.nbytes)
     buffer.pack(exported.layout, exported.tensors)
     attempt = Attempt("other", next(VERSIONS), 1, source.view)
@@ -335,7 +339,7 @@ async def test_bytes_other_than_the_manifest_says_are_never_loaded(source: Sourc
 
 async def test_a_discarded_load_leaves_its_slot_to_the_next(source: Source, model_path: Path) -> None:
     """Ten attempts that are loaded and then aborted would fill four slots, did they leave anything behind."""
-    exported = export_adapter(policy(model_path, seed=4, rank=4, targets=["q_proj"]))
+    exported = exported_policy(model_path, seed=4, rank=4, targets=["q_proj"])
     buffer = AdapterBuffer(exported.layout.nbytes)
     buffer.pack(exported.layout, exported.tensors)
     digest = buffer.digest(exported.layout.nbytes)

@@ -112,12 +112,7 @@ def main() -> None:
     """Run the command line; every foreseen error is one sentence on standard error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
-        code = app(standalone_mode=False)
-    except typer.Abort:
-        code = 130
-    except KeyboardInterrupt:
-        code = 130
+        app()
     except (BusError, TimeoutError) as error:
         typer.echo(f"adapterbus: {error}", err=True)
-        code = 2 if isinstance(error, InvalidInput) else 1
-    sys.exit(code)
+        sys.exit(2 if isinstance(error, InvalidInput) else 1)

@@ -162,7 +162,7 @@ def _probe(probe: Mapping[str, Any]) -> go.Figure:
     )
     figure.update_layout(**_LOOK, height=150, showlegend=False, bargap=0.4)
     figure.update_layout(margin={"l": 8, "r": 8, "t": 8, "b": 8})
-    figure.update_xaxes(visible=False, range=[0, max(values) * 1.25 or 1], fixedrange=True)
+    figure.update_xaxes(visible=False, range=[0, max(values) * 1.45 or 1], fixedrange=True)
     figure.update_yaxes(automargin=True, showgrid=False, ticksuffix="  ", fixedrange=True)
     return figure
 

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from bus.events import Outcome
 from tools.demo.summary import COMMITTED, VersionRow
 
 _PHASES: Final = ("ready", "transfer", "load", "commit", "total")
@@ -78,9 +80,8 @@ class Display:
 
     def _line(self, row: VersionRow) -> str:
         phases = " ".join(f"{name} {row.phases_ms[name]:.0f}" for name in _PHASES)
-        nodes = " ".join(f"{node}:{outcome}" for node, outcome in row.nodes.items())
         reward, lag = self._shown(row), f"{row.lag:.1f}"
-        return f"version {row.version:>3} {row.outcome}  reward {reward}  lag {lag}  ms: {phases}  {nodes}"
+        return f"version {row.version:>3} {row.outcome}  reward {reward}  lag {lag}  ms: {phases}  nodes {_nodes(row)}"
 
     def _shown(self, row: VersionRow) -> str:
         reward = self._reward(row.version)
@@ -97,19 +98,26 @@ class Display:
         return Group(*parts)
 
     def _table(self, rows: int) -> Table:
-        table = Table(caption="phases in milliseconds; lag in versions", caption_justify="left")
-        for heading in ("version", "reward", "", "lag", *_PHASES):
-            table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
+        table = Table(
+            box=SIMPLE_HEAD, pad_edge=False, caption="phases in milliseconds, lag in versions", caption_justify="left"
+        )
+        for heading in ("version", "reward", "lag", *_PHASES):
+            table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("nodes")
         for row in self._rows[-rows:]:
-            reward = self._reward(row.version)
             table.add_row(
                 f"policy@{row.version}",
-                self._shown(row),
-                Text("█" * round(10 * (reward or 0.0)), style="green"),
+                Text(self._shown(row), style="bold green"),
                 f"{row.lag:.1f}",
                 *(f"{row.phases_ms[name]:.0f}" for name in _PHASES),
-                ", ".join(f"{node} {outcome}" for node, outcome in row.nodes.items()),
+                _nodes(row),
                 style="" if row.outcome == COMMITTED else "red",
             )
         return table
+
+
+def _nodes(row: VersionRow) -> str:
+    """How many nodes serve the version, and what became of the others."""
+    serving = [node for node, outcome in row.nodes.items() if outcome == Outcome.ACTIVATED]
+    others = [f"{node} {outcome}" for node, outcome in row.nodes.items() if outcome != Outcome.ACTIVATED]
+    return ", ".join([f"{len(serving)} of {len(row.nodes)}" if serving else row.outcome, *others])

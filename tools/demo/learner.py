@@ -1,8 +1,10 @@
 """The learner: a PEFT model and the policy gradient. Knows nothing of servers or the bus.
 
 Group-relative policy optimisation: a sample's advantage is its reward against the other samples of its prompt
-(DeepSeekMath, arXiv 2402.03300), and the loss is PPO's clipped one (arXiv 1707.06347) with the ratio taken
-against the log-probabilities that the server reported when it drew the sample, whichever version that was.
+(DeepSeekMath, arXiv 2402.03300). Samples come from a version or two ago, so each token is weighted by how much
+likelier it is now than when the server drew it, by the log-probability that the server reported. The weight is
+capped, and the gradient goes through every token (CISPO, arXiv 2506.13585): PPO's clip would stop learning from
+just those rare replies that the last step made likelier, and here the right reply is rare at first.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from typing import Any, Final
 import torch
 from peft import LoraConfig, PeftMixedModel, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from bus.errors import InvalidInput
 from tools.demo.sampling import Group
 
 LORA_RANK: Final = 16
 GROUPS_PER_UPDATE: Final = 4
-LEARNING_RATE: Final = 4e-4
-CLIP: Final = 0.2
+LEARNING_RATE: Final = 6e-4
+RATIO_CAP: Final = 2.0
 MAX_GRADIENT_NORM: Final = 1.0
 
 
@@ -43,19 +46,18 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
 
 
 def policy_loss(
-    logprobs: torch.Tensor, sampled: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, clip: float
+    logprobs: torch.Tensor, sampled: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The clipped loss averaged over the tokens that count, and the share of them that the clip held back.
+    """The policy-gradient loss with capped importance ratios, and the share of tokens that met the cap.
 
     `logprobs`, `sampled` and `mask` are (samples, tokens), `advantages` is (samples,), all float32; `mask` is
-    1 where a token was sampled and 0 where there is only padding.
+    1 where a token was sampled and 0 where there is only padding. Averaged over each sample's tokens, then over
+    samples.
     """
-    ratio = torch.exp(logprobs - sampled)
-    gain = ratio * advantages.unsqueeze(1)
-    held = torch.clamp(ratio, 1 - clip, 1 + clip) * advantages.unsqueeze(1)
-    tokens = mask.sum()
-    loss = -(torch.minimum(gain, held) * mask).sum() / tokens
-    return loss, ((held < gain) * mask).sum() / tokens
+    ratio = torch.exp(logprobs.detach() - sampled)
+    gain = ratio.clamp(max=cap) * advantages.unsqueeze(1) * logprobs
+    loss = -((gain * mask).sum(1) / mask.sum(1)).mean()
+    return loss, ((ratio > cap) * mask).sum() / mask.sum()
 
 
 class Learner:
@@ -66,6 +68,7 @@ class Learner:
     """
 
     def __init__(self, model: str, *, seed: int, threads: int) -> None:
+        disable_progress_bar()
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         try:
@@ -101,7 +104,7 @@ class Learner:
         advantages = [
             value for group in groups for value in group_advantages([sample.reward for sample in group.samples])
         ]
-        loss, clipped = policy_loss(logprobs, sampled, torch.tensor(advantages), mask, CLIP)
+        loss, clipped = policy_loss(logprobs, sampled, torch.tensor(advantages), mask, RATIO_CAP)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         torch.nn.utils.clip_grad_norm_(self._trainable, MAX_GRADIENT_NORM)
