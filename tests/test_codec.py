@@ -62,7 +62,7 @@ def frame_of(kind: str, values: dict[str, Any], *, major: int = MAJOR, minor: in
     return bytes(msgpack.packb([major, minor, "run", 1, 0, kind, values]))
 
 
-READY_FIELDS = {
+READY_FIELDS: dict[str, Any] = {
     "attempt": {"adapter": "policy", "version": 7, "number": 1, "view": 3},
     "peer": {"node": "node-0", "incarnation": "a1"},
 }

@@ -22,7 +22,8 @@ def test_a_layout_survives_its_own_bytes_and_has_one_digest() -> None:
     again = AdapterLayout.from_body(layout.body)
     assert again == layout
     assert again.digest == layout.digest
-    assert (layout.rank, layout.modules) == (4, {"q_proj"})
+    assert layout.rank == 4
+    assert layout.modules == {"q_proj"}
 
 
 @given(st.binary(max_size=100))
