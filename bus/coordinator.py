@@ -28,11 +28,13 @@ from bus.events import (
     NodeAlive,
     NodeLeft,
     NodeLost,
+    NodeQuarantined,
     NodeReady,
     NodeRefused,
     NodeStatus,
     Peer,
     PeerUnknown,
+    Policy,
     PublishRefused,
     PublishRequested,
     Reason,
@@ -155,7 +157,7 @@ class Coordinator:
                     self._views.last_number = max(self._views.last_number, view)
                 case _:
                     self._deliveries.restore(event)
-        self._deliveries.abort_restored()
+        self._deliveries.finish_restored()
         return self._take_effects()
 
     def _take_effects(self) -> list[Effect]:
@@ -172,8 +174,12 @@ class Coordinator:
             return
         for adapter in event.adapters if event.role is Role.TRAINER else ():
             owner = self.members.trainer_of(adapter)
-            if owner is not None and owner.peer.node != event.peer.node:
-                detail = f"{owner.peer.node} is publishing {adapter}; one live trainer may own an adapter"
+            if owner is not None and owner.peer != event.peer:
+                left = owner.heard_at + self.timeouts.lease - now
+                detail = (
+                    f"{owner.peer.node} is publishing {adapter}, and one live trainer may own an adapter; "
+                    f"if it is gone, its lease ends in {left:.1f} s"
+                )
                 self._effects.append(Send(event.peer, JoinRefused(event.peer, Reason.ADAPTER_TAKEN, detail)))
                 return
         former = self.members.join(event, now)
@@ -206,6 +212,10 @@ class Coordinator:
     def _lose(self, participation: Participation, detail: str, now: float) -> None:
         if participation.role is not Role.OBSERVER:
             self._effects.append(Publish(NodeLost(participation.peer, detail)))
+        if participation.role is Role.ROLLOUT:
+            node = participation.peer.node
+            if seconds := self._views.quarantine.note_loss(node, now):
+                self._effects.append(Publish(NodeQuarantined(node, self.timeouts.losses, seconds)))
         self._forget(participation, detail, now)
 
     def _forget(self, participation: Participation, detail: str, now: float) -> None:
@@ -282,17 +292,22 @@ class Coordinator:
             self._effects.append(Send(participation.peer, LayoutDeclared(event.digest, layout.body)))
 
     def _on_publish(self, event: PublishRequested, participation: Participation, now: float) -> None:
-        if any(update.request == event.request for update in self._deliveries.updates()):
-            self.counters["duplicate"] += 1
-            return
         node, reason, detail = self._why_refused(event, participation)
         if reason is not None:
             refused = PublishRefused(participation.peer, event.request, event.adapter, node, reason, detail)
             self._effects += [Record(refused), Send(participation.peer, refused)]
             return
-        self._deliveries.enqueue(
-            Update(event.request, event.adapter, participation.peer.node, event.manifest, now, now + event.timeout)
+        update = Update(
+            event.request,
+            event.adapter,
+            participation.peer.node,
+            event.manifest,
+            now,
+            now + event.timeout,
+            event.policy,
+            event.quorum if event.policy is Policy.QUORUM else 0,
         )
+        self._deliveries.admit(update, participation.peer, supersede=event.supersede)
 
     def _why_refused(self, event: PublishRequested, trainer: Participation) -> tuple[str, Reason | None, str]:
         """The node, reason and detail for which a publish gets no number, if there is one."""
@@ -305,7 +320,7 @@ class Coordinator:
             event.manifest, nbytes=layout.nbytes, tensors=len(layout.tensors), rank=layout.rank
         ):
             return "", Reason.UNSUPPORTED_ADAPTER, "the manifest's sizes are not those of its layout"
-        for node in self.members:
+        for node in self.members if event.policy is Policy.STRICT else ():
             if node.role is Role.ROLLOUT and node.capabilities is not None and node.wants(event.adapter):
                 try:
                     check_servable(layout, node.capabilities)
@@ -318,7 +333,14 @@ class Coordinator:
     def _on_status(self, event: StatusRequested, participation: Participation, now: float) -> None:
         nodes = tuple(
             NodeStatus(
-                p.peer, p.role, p.following, now - p.heard_at, tuple(p.served.values()), p.adapters, p.capabilities
+                p.peer,
+                p.role,
+                p.following,
+                now - p.heard_at,
+                tuple(p.served.values()),
+                p.adapters,
+                p.capabilities,
+                self._views.quarantine.remaining(p.peer.node, now),
             )
             for p in sorted(self.members, key=lambda p: (p.role, p.peer.node))
             if p.role is not Role.OBSERVER

@@ -6,7 +6,8 @@ nodes that lack it when nothing waits. See the `UPDATE` table in `protocol.py`.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection
 from typing import Final
 
 from bus.errors import ProtocolError
@@ -23,6 +24,8 @@ from bus.events import (
     Outcome,
     Peer,
     Phase,
+    PhaseTimes,
+    Policy,
     PublishRefused,
     Reason,
     Role,
@@ -46,6 +49,7 @@ from bus.protocol import (
     EveryoneLoaded,
     EveryoneReady,
     EveryoneReceived,
+    NodeLeftOut,
     Publish,
     Record,
     Send,
@@ -63,7 +67,13 @@ COMPLETED_KEPT: Final = 50
 """How many finished updates `status` can show."""
 
 CATCH_UP_PAUSE: Final = 10.0
-"""Seconds before a node that failed to catch up is tried again."""
+"""Seconds before a node that failed to take a version is tried again."""
+
+MAX_QUEUED: Final = 16
+"""How many publishes of one source may wait."""
+
+REQUESTS_REMEMBERED: Final = 256
+"""How many finished publishes are still known by their request, should a trainer ask again."""
 
 
 class Deliveries:
@@ -89,8 +99,10 @@ class Deliveries:
         self._queues: dict[str, deque[Update]] = {}
         self._active: dict[str, Update] = {}
         self._ended: dict[str, UpdateCompleted | UpdateAborted] = {}
+        self._by_request: OrderedDict[str, UpdateCompleted] = OrderedDict()
         self._catch_up_at: dict[tuple[Peer, str], float] = {}
         self._restored: dict[tuple[str, int], UpdateAnnounced] = {}
+        self._unfinished: dict[tuple[str, int], UpdateAnnounced] = {}
 
     def __repr__(self) -> str:
         return f"<Deliveries heads={self.heads} active={self._active} queued={self._queues}>"
@@ -103,8 +115,29 @@ class Deliveries:
         """Whether an update of this source is on its way, so that its view must stay as it is."""
         return source in self._active
 
-    def enqueue(self, update: Update) -> None:
-        self._queues.setdefault(update.source, deque()).append(update)
+    def admit(self, update: Update, trainer: Peer, *, supersede: bool) -> None:
+        """Put a publish in line; told twice it is one, and one that was committed before is told its end again."""
+        if (completed := self._by_request.get(update.request)) is not None:
+            self._effects.append(Send(trainer, completed))
+            return
+        if any(known.request == update.request for known in self.updates()):
+            self.counters["duplicate"] += 1
+            return
+        queue = self._queues.setdefault(update.source, deque())
+        if supersede:
+            # One that has a number was announced, and is only waiting for its next view.
+            for older in [one for one in queue if one.adapter == update.adapter and not one.version]:
+                queue.remove(older)
+                self._refuse(older, trainer, "", Reason.SUPERSEDED, "a newer publish took its place in the queue")
+        if len(queue) >= MAX_QUEUED:
+            detail = f"{len(queue)} publishes wait already; wait for one, or publish with supersede"
+            self._refuse(update, trainer, "", Reason.QUEUE_FULL, detail)
+            return
+        queue.append(update)
+
+    def _refuse(self, update: Update, trainer: Peer, node: str, reason: Reason, detail: str) -> None:
+        refused = PublishRefused(trainer, update.request, update.adapter, node, reason, detail)
+        self._effects += [Record(refused), Send(trainer, refused)]
 
     def note_served(self, served: Served) -> None:
         """A node has seen this number, under whatever journal: new numbers start above it."""
@@ -138,21 +171,36 @@ class Deliveries:
                     self._restored[key] = event
             case VersionCommitted(attempt=attempt):
                 announced = self._restored.pop((attempt.adapter, attempt.version))
+                self._unfinished[attempt.adapter, attempt.version] = announced
                 self.heads[attempt.adapter] = Head(attempt, announced.manifest)
             case UpdateAborted(attempt=attempt, final=True):
                 self._restored.pop((attempt.adapter, attempt.version), None)
-            case UpdateCompleted(request=request) if request:
-                self.completed.append(event)
+            case UpdateCompleted(attempt=attempt, request=request) if request:
+                self._unfinished.pop((attempt.adapter, attempt.version), None)
+                self._note_completed(event)
 
-    def abort_restored(self) -> None:
-        """The journal ends here: what was in flight is over, and its number burned."""
+    def finish_restored(self) -> None:
+        """The journal ends here: what was in flight is over, its number burned; what was committed is complete."""
         detail = "the controller restarted before the version was committed"
         for event in self._restored.values():
             aborted = UpdateAborted(
                 event.attempt, Phase.QUEUE, "", Reason.CONTROLLER_RESTARTED, detail, final=True, seconds=0.0
             )
             self._effects.append(Publish(aborted))
+        for event in self._unfinished.values():
+            untimed = PhaseTimes(0.0, 0.0, 0.0, 0.0, 0.0)
+            completed = UpdateCompleted(event.attempt, event.request, event.manifest.digest, untimed, ())
+            self._effects.append(Publish(completed))
+            self._note_completed(completed)
         self._restored.clear()
+        self._unfinished.clear()
+
+    def _note_completed(self, completed: UpdateCompleted) -> None:
+        self.completed.append(completed)
+        self._ended[completed.attempt.adapter] = completed
+        self._by_request[completed.request] = completed
+        while len(self._by_request) > REQUESTS_REMEMBERED:
+            self._by_request.popitem(last=False)
 
     def snapshot(self, participation: Participation) -> None:
         """Tell a peer, by the events that made it, what is current and what it has a part in."""
@@ -190,7 +238,7 @@ class Deliveries:
         audience = tuple(node.peer.node for node in followers if node.wants(update.adapter))
         if update.targets:
             audience = update.targets
-        if not audience:
+        if not audience or len(audience) < update.quorum:
             self._queues[trainer.peer.node].appendleft(update)
             return
         if not update.version:
@@ -228,8 +276,17 @@ class Deliveries:
                 and (node.served[adapter].version if adapter in node.served else 0) < head.attempt.version
             )
             if lagging:
+                # One of them that cannot take it must not keep the others from it.
                 update = Update(
-                    "", adapter, trainer.peer.node, head.manifest, now, now + self._timeouts.publish, lagging
+                    "",
+                    adapter,
+                    trainer.peer.node,
+                    head.manifest,
+                    now,
+                    now + self._timeouts.publish,
+                    Policy.QUORUM,
+                    1,
+                    lagging,
                 )
                 update.version = head.attempt.version
                 return update
@@ -240,7 +297,7 @@ class Deliveries:
     def _current(self, attempt: Attempt, node: str) -> Update | None:
         """The update in flight that an answer belongs to; an answer for any other attempt is stale."""
         for update in self._active.values():
-            if update.attempt == attempt and node in update.audience:
+            if update.attempt == attempt and node in update.participants:
                 return update
         self.counters["stale"] += 1
         return None
@@ -257,28 +314,55 @@ class Deliveries:
             update.entered[state] = now
         return True
 
+    def _advance(self, update: Update, now: float) -> None:
+        """Take the step that is due once nobody is waited for."""
+        if update.waiting_for:
+            return
+        match update.state:
+            case UpdateState.ANNOUNCED if self._step(update, EveryoneReady, now):
+                update.deadline = now + self._timeouts.transfer_of(update.manifest.nbytes)
+                self._effects.append(Publish(self._start_of_transfer(update)))
+            case UpdateState.TRANSFERRING if self._step(update, EveryoneReceived, now):
+                update.deadline = now + self._timeouts.load
+                self._advance(update, now)
+            case UpdateState.LOADING if self._step(update, EveryoneLoaded, now):
+                update.deadline = now + self._timeouts.activate
+                self._commit(update)
+            case UpdateState.COMMITTED:
+                self._complete(update, EveryoneActivated, now)
+
+    def _start_of_transfer(self, update: Update) -> TransferStarted:
+        timeout = self._timeouts.transfer_of(update.manifest.nbytes)
+        return TransferStarted(update.attempt, update.participants, timeout)
+
+    def _commit(self, update: Update) -> None:
+        committed = VersionCommitted(update.attempt, update.manifest.digest)
+        if update.targets:
+            # The version is the head already: only those who catch up need to hear of it.
+            self._effects += [Send(self._members[node].peer, committed) for node in update.participants]
+            return
+        self.heads[update.adapter] = Head(update.attempt, update.manifest)
+        self._members[update.source].note_served(self.heads[update.adapter].served)
+        self._effects.append(Publish(committed))
+
     def on_ready(self, event: NodeReady, participation: Participation, now: float) -> None:
         update = self._current(event.attempt, participation.peer.node)
         if update is None or not self._step(update, NodeReady, now):
             return
         self._effects.append(Record(event))
         update.ready.add(participation.peer.node)
-        if not update.waiting_for and self._step(update, EveryoneReady, now):
-            update.deadline = now + self._timeouts.transfer_of(update.manifest.nbytes)
-            self._effects.append(Publish(self._start_of_transfer(update)))
-
-    def _start_of_transfer(self, update: Update) -> TransferStarted:
-        return TransferStarted(update.attempt, update.audience, self._timeouts.transfer_of(update.manifest.nbytes))
+        self._advance(update, now)
 
     def on_refused(self, event: NodeRefused, participation: Participation, now: float) -> None:
-        update = self._current(event.attempt, participation.peer.node)
+        node = participation.peer.node
+        update = self._current(event.attempt, node)
         if update is None:
             return
         self._effects.append(Record(event))
         if event.reason is Reason.NOT_IN_VIEW:
-            self._break_view(update, participation.peer.node, event.detail, now)
-        else:
-            self._abort(update, NodeRefused, participation.peer.node, event.reason, event.detail, now)
+            self._break_view(update, node, event.detail, now)
+        elif not self._leave_out(update, Phase.READY, node, Outcome.REFUSED, event.detail, now):
+            self._abort(update, NodeRefused, node, event.reason, event.detail, now)
 
     def on_received(self, event: AdapterReceived, participation: Participation, now: float) -> None:
         node = participation.peer.node
@@ -288,17 +372,15 @@ class Deliveries:
         self._effects.append(Record(event))
         if event.digest != update.manifest.digest:
             detail = f"received {event.digest}, the manifest says {update.manifest.digest}"
-            self._abort(update, LoadFailed, node, Reason.DIGEST_MISMATCH, detail, now)
+            self._fail_load(update, Phase.TRANSFER, node, Reason.DIGEST_MISMATCH, detail, now)
             return
         update.received[node] = event.seconds
-        if not update.waiting_for and self._step(update, EveryoneReceived, now):
-            update.deadline = now + self._timeouts.load
-            self._commit_if_loaded(update, now)
+        self._advance(update, now)
 
     def on_transfer_failed(self, event: TransferFailed, participation: Participation, now: float) -> None:
         node = participation.peer.node
         update = next((u for u in self._active.values() if u.attempt == event.attempt), None)
-        if update is None or (node != update.source and node not in update.audience):
+        if update is None or (node != update.source and node not in update.participants):
             self.counters["stale"] += 1
             return
         self._effects.append(Record(event))
@@ -312,35 +394,24 @@ class Deliveries:
         self._effects.append(Record(event))
         if event.digest != update.manifest.digest:
             detail = f"loaded {event.digest}, the manifest says {update.manifest.digest}"
-            self._abort(update, LoadFailed, node, Reason.DIGEST_MISMATCH, detail, now, Phase.LOAD)
+            self._fail_load(update, Phase.LOAD, node, Reason.DIGEST_MISMATCH, detail, now)
         elif not event.matched == event.total == update.manifest.tensors:
             detail = f"{event.matched} of {update.manifest.tensors} tensors found their module"
-            self._abort(update, LoadFailed, node, Reason.MODULES_UNMATCHED, detail, now, Phase.LOAD)
+            self._fail_load(update, Phase.LOAD, node, Reason.MODULES_UNMATCHED, detail, now)
         else:
             update.loaded[node] = event.seconds
-            self._commit_if_loaded(update, now)
-
-    def _commit_if_loaded(self, update: Update, now: float) -> None:
-        if update.state is not UpdateState.LOADING or update.waiting_for:
-            return
-        if not self._step(update, EveryoneLoaded, now):
-            return
-        update.deadline = now + self._timeouts.activate
-        committed = VersionCommitted(update.attempt, update.manifest.digest)
-        if update.targets:
-            # The version is the head already: only those who catch up need to hear of it.
-            self._effects += [Send(self._members[node].peer, committed) for node in update.audience]
-            return
-        self.heads[update.adapter] = Head(update.attempt, update.manifest)
-        self._members[update.source].note_served(self.heads[update.adapter].served)
-        self._effects.append(Publish(committed))
+            self._advance(update, now)
 
     def on_load_failed(self, event: LoadFailed, participation: Participation, now: float) -> None:
         update = self._current(event.attempt, participation.peer.node)
         if update is None:
             return
         self._effects.append(Record(event))
-        self._abort(update, LoadFailed, participation.peer.node, event.reason, event.detail, now, Phase.LOAD)
+        self._fail_load(update, Phase.LOAD, participation.peer.node, event.reason, event.detail, now)
+
+    def _fail_load(self, update: Update, phase: Phase, node: str, reason: Reason, detail: str, now: float) -> None:
+        if not self._leave_out(update, phase, node, Outcome.FAILED, detail, now):
+            self._abort(update, LoadFailed, node, reason, detail, now, phase)
 
     def on_activated(self, event: VersionActivated, participation: Participation, now: float) -> None:
         node = participation.peer.node
@@ -350,8 +421,7 @@ class Deliveries:
             return
         self._effects.append(Record(event))
         update.activated.add(node)
-        if not update.waiting_for:
-            self._complete(update, EveryoneActivated, now)
+        self._advance(update, now)
 
     def on_retired(self, event: VersionRetired, participation: Participation, now: float) -> None:
         self._effects.append(Record(event))
@@ -376,24 +446,46 @@ class Deliveries:
             tuple(outcomes[node] for node in sorted(outcomes)),
         )
         self._effects.append(Publish(completed))
+        self._pause_catch_up(update.adapter, update.left_out, now)
         if not update.targets:
-            self.completed.append(completed)
-            self._ended[update.adapter] = completed
+            self._note_completed(completed)
+
+    def _pause_catch_up(self, adapter: str, nodes: Collection[str], now: float) -> None:
+        """Nodes that just failed to take a version are given a while before they are asked again."""
+        for participation in filter(None, map(self._members.get, nodes)):
+            self._catch_up_at[participation.peer, adapter] = now + CATCH_UP_PAUSE
 
     def _miss_deadline(self, update: Update, now: float) -> None:
-        culprits = ", ".join(update.waiting_for)
         if update.state is UpdateState.QUEUED:
             self._abort_queued(update, now)
             return
-        detail = f"no answer from {culprits} in {now - update.entered[update.state]:.1f} s"
-        self._abort(update, DeadlinePassed, culprits, Reason.DEADLINE_PASSED, detail, now)
+        late = update.waiting_for
+        detail = f"no answer from {', '.join(late)} in {now - update.entered[update.state]:.1f} s"
+        if now < update.expires_at and update.can_do_without(late):
+            if update.state is UpdateState.TRANSFERRING:
+                self._give_view_up(update, late[0], detail, now)
+            for node in late:
+                self._leave_out(update, update.phase, node, Outcome.LATE, detail, now)
+        else:
+            self._abort(update, DeadlinePassed, ", ".join(late), Reason.DEADLINE_PASSED, detail, now)
+
+    def _leave_out(self, update: Update, phase: Phase, node: str, outcome: Outcome, detail: str, now: float) -> bool:
+        """Go on without a node, if the policy and the number of the others allow it."""
+        if not update.can_do_without([node]) or not self._step(update, NodeLeftOut, now):
+            return False
+        update.left_out[node] = NodeOutcome(node, outcome, phase, detail)
+        self._advance(update, now)
+        return True
 
     def _abort_queued(self, update: Update, now: float) -> None:
-        if update.lost:
-            lost = list(update.lost.values())[-1]
-            self._abort(update, DeadlinePassed, lost.node, Reason.NODE_LOST, f"{lost.detail}; no node is left", now)
+        lost = [outcome for outcome in update.left_out.values() if outcome.outcome is Outcome.LOST]
+        if lost:
+            detail = f"{lost[-1].detail}; no node is left"
+            self._abort(update, DeadlinePassed, lost[-1].node, Reason.NODE_LOST, detail, now)
         else:
-            detail = f"no rollout node was ready to follow within {now - update.requested_at:.0f} s"
+            needed = f"{update.quorum} rollout nodes were" if update.quorum > 1 else "no rollout node was"
+            missing = "not " if update.quorum > 1 else ""
+            detail = f"{needed} {missing}ready to follow within {now - update.requested_at:.0f} s"
             self._abort(update, DeadlinePassed, "", Reason.NO_NODES, detail, now)
 
     def _lose_node(self, update: Update, node: str, detail: str, now: float) -> None:
@@ -401,10 +493,9 @@ class Deliveries:
         phase = update.phase
         if not self._step(update, NodeLost, now):
             return
-        update.lost[node] = NodeOutcome(node, Outcome.LOST, phase, detail)
+        update.left_out[node] = NodeOutcome(node, Outcome.LOST, phase, detail)
         if update.state is UpdateState.COMMITTED:
-            if not update.waiting_for:
-                self._complete(update, EveryoneActivated, now)
+            self._advance(update, now)
         else:
             self._retry(update, phase, node, Reason.NODE_LOST, detail, now)
 
@@ -451,8 +542,7 @@ class Deliveries:
         if update.version:
             self._publish_abort(update, phase, node, reason, detail, not update.targets, now)
         elif (trainer := self._members.get(update.source)) is not None:
-            refused = PublishRefused(trainer.peer, update.request, update.adapter, node, reason, detail)
-            self._effects += [Record(refused), Send(trainer.peer, refused)]
+            self._refuse(update, trainer.peer, node, reason, detail)
 
     def _publish_abort(
         self, update: Update, phase: Phase, node: str, reason: Reason, detail: str, final: bool, now: float
@@ -463,8 +553,7 @@ class Deliveries:
         self._effects.append(Publish(aborted))
         if final:
             self._ended[update.adapter] = aborted
-        for participation in filter(None, map(self._members.get, update.targets)):
-            self._catch_up_at[participation.peer, update.adapter] = now + CATCH_UP_PAUSE
+        self._pause_catch_up(update.adapter, update.targets, now)
 
     def _give_view_up(self, update: Update, node: str, detail: str, now: float) -> None:
         """A collective that somebody is still inside cannot be used for anything else."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from bus.events import Attempt, NodeCapabilities, UpdateAnnounced, ViewProposed
+from bus.events import Attempt, NodeCapabilities, TransferStarted, UpdateAnnounced, ViewProposed
 from bus.manifest import AdapterLayout
 
 
@@ -53,8 +53,11 @@ class Engine(ABC):
         """Check the manifest against what can be served, find a slot, allocate; raises `Refused`."""
 
     @abstractmethod
-    async def receive(self, attempt: Attempt, timeout: float) -> Received:
-        """Take the bytes from the collective into staging, and hash them; raises `TransferFailed`."""
+    async def receive(self, started: TransferStarted) -> Received:
+        """Take the bytes from the collective into staging, and hash them; raises `TransferFailed`.
+
+        The audience of the transfer is `started.audience`; it may be smaller than what was announced.
+        """
 
     @abstractmethod
     async def load(self, attempt: Attempt) -> Loaded:

@@ -58,7 +58,19 @@ class Reason(StrEnum):
     NAME_TAKEN = "name_taken"
     ADAPTER_TAKEN = "adapter_taken"
     NOT_ALLOWED = "not_allowed"
+    SUPERSEDED = "superseded"
+    QUEUE_FULL = "queue_full"
     CONTROLLER_RESTARTED = "controller_restarted"
+
+
+class Policy(StrEnum):
+    """What a node that says no, or nothing, does to an update.
+
+    `strict`: the update fails. `quorum`: the node is left out and stale, as long as enough others confirm.
+    """
+
+    STRICT = "strict"
+    QUORUM = "quorum"
 
 
 class Outcome(StrEnum):
@@ -67,6 +79,8 @@ class Outcome(StrEnum):
     ACTIVATED = "activated"
     LOST = "lost"
     LATE = "late"
+    REFUSED = "refused"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -158,7 +172,7 @@ class NodeStatus:
     """One node as the controller sees it.
 
     `following` says whether it hears what is published, and so takes part in updates; `silence` is the time since
-    it was last heard, in seconds.
+    it was last heard, `quarantine` for how long it still stays out of views, both in seconds.
     """
 
     peer: Peer
@@ -168,6 +182,7 @@ class NodeStatus:
     served: tuple[Served, ...]
     adapters: tuple[str, ...]
     capabilities: NodeCapabilities | None
+    quarantine: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +256,15 @@ class NodeLost(Event):
 
     peer: Peer
     detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeQuarantined(Event):
+    """A node was lost again and again; it stays out of views for so many seconds, whatever it says."""
+
+    node: str
+    losses: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,13 +369,20 @@ class LayoutRequested(Event):
 
 @dataclass(frozen=True, slots=True)
 class PublishRequested(Event):
-    """A trainer has a new version of its adapter; the controller gives it the next number."""
+    """A trainer has a new version of its adapter; the controller gives it the next number.
+
+    `quorum` is the number of nodes that must confirm under that policy (0: a majority). `supersede` drops
+    whatever of the adapter still waits in the queue.
+    """
 
     peer: Peer
     request: str
     adapter: str
     manifest: AdapterManifest
     timeout: float
+    policy: Policy = Policy.STRICT
+    quorum: int = 0
+    supersede: bool = False
 
 
 @dataclass(frozen=True, slots=True)

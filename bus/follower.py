@@ -27,6 +27,7 @@ from bus.events import (
     Reason,
     Role,
     TransferFailed,
+    TransferStarted,
     VersionActivated,
     VersionRetired,
 )
@@ -116,8 +117,8 @@ class _Follower:
                 case Prepare(update, layout):
                     step = partial(self._engine.prepare, update, layout)
                     self._lane(update.attempt).add(partial(self._prepare, update.attempt, step, update.timeout))
-                case Receive(attempt, timeout):
-                    self._lane(attempt).add(partial(self._receive, attempt, timeout))
+                case Receive(started):
+                    self._lane(started.attempt).add(partial(self._receive, started))
                 case Load(attempt):
                     self._lane(attempt).add(partial(self._load, attempt))
                 case Activate(attempt, digest):
@@ -157,11 +158,11 @@ class _Follower:
         else:
             self._handle(NodeReady(attempt, peer))
 
-    async def _receive(self, attempt: Attempt, timeout: float) -> None:
-        peer = self._participant.peer
+    async def _receive(self, started: TransferStarted) -> None:
+        attempt, peer = started.attempt, self._participant.peer
         try:
-            with anyio.fail_after(timeout):
-                received = await self._engine.receive(attempt, timeout)
+            with anyio.fail_after(started.timeout):
+                received = await self._engine.receive(started)
         except errors.TransferFailed as error:
             self._handle(TransferFailed(attempt, peer, error.problem))
         except Exception as error:

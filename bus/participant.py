@@ -49,6 +49,7 @@ from bus.protocol import (
     JoinGroup,
     LeaveGroup,
     Load,
+    NodeLeftOut,
     Prepare,
     Receive,
     ReplicaState,
@@ -149,12 +150,8 @@ class Participant:
                 return self._on_announced(event, now)
             case LayoutDeclared():
                 return self._on_layout(event)
-            case TransferStarted(attempt=attempt, timeout=timeout):
-                replica = self._step(attempt, TransferStarted)
-                if replica is None:
-                    return []
-                replica.deadline = now + timeout + self.timeouts.load + self.timeouts.lease
-                return [Receive(attempt, timeout)]
+            case TransferStarted():
+                return self._on_transfer_started(event, now)
             case UpdateAborted(attempt=attempt):
                 return self._drop(attempt, UpdateAborted)
             case VersionCommitted(attempt=attempt, digest=digest):
@@ -228,6 +225,16 @@ class Participant:
             if replica.state is ReplicaState.WAITING_FOR_LAYOUT and replica.update.manifest.layout == layout.digest
         ]
         return [Prepare(r.update, layout) for r in waiting if self._step(r.attempt, LayoutDeclared)]
+
+    def _on_transfer_started(self, event: TransferStarted, now: float) -> list[Effect]:
+        if self.peer.node not in event.audience:
+            # Under the quorum policy the others go on without those that were late.
+            return self._drop(event.attempt, NodeLeftOut) if self._replica(event.attempt) is not None else []
+        replica = self._step(event.attempt, TransferStarted)
+        if replica is None:
+            return []
+        replica.deadline = now + event.timeout + self.timeouts.load + self.timeouts.lease
+        return [Receive(event)]
 
     def _on_received(self, event: AdapterReceived, attempt: Attempt, digest: str) -> list[Effect]:
         replica = self._replica(attempt)

@@ -77,6 +77,10 @@ class AttemptsExhausted(Conclusion): ...
 class SourceLost(Conclusion): ...
 
 
+class NodeLeftOut(Conclusion):
+    """Under the quorum policy, an update goes on without this node."""
+
+
 class MembershipChanged(Conclusion): ...
 
 
@@ -103,6 +107,7 @@ UPDATE: Final[Mapping[UpdateState, Mapping[Signal, UpdateState]]] = {
         SourceLost: UpdateState.ABORTED,
     },
     UpdateState.ANNOUNCED: {
+        NodeLeftOut: UpdateState.ANNOUNCED,
         NodeReady: UpdateState.ANNOUNCED,
         EveryoneReady: UpdateState.TRANSFERRING,
         ViewBroken: UpdateState.QUEUED,
@@ -112,6 +117,7 @@ UPDATE: Final[Mapping[UpdateState, Mapping[Signal, UpdateState]]] = {
         SourceLost: UpdateState.ABORTED,
     },
     UpdateState.TRANSFERRING: {
+        NodeLeftOut: UpdateState.TRANSFERRING,
         AdapterReceived: UpdateState.TRANSFERRING,
         AdapterLoaded: UpdateState.TRANSFERRING,
         EveryoneReceived: UpdateState.LOADING,
@@ -122,6 +128,7 @@ UPDATE: Final[Mapping[UpdateState, Mapping[Signal, UpdateState]]] = {
         SourceLost: UpdateState.ABORTED,
     },
     UpdateState.LOADING: {
+        NodeLeftOut: UpdateState.LOADING,
         AdapterLoaded: UpdateState.LOADING,
         EveryoneLoaded: UpdateState.COMMITTED,
         NodeLost: UpdateState.QUEUED,
@@ -189,12 +196,14 @@ class ReplicaState(StrEnum):
 
 REPLICA: Final[Mapping[ReplicaState, Mapping[Signal, ReplicaState]]] = {
     ReplicaState.WAITING_FOR_LAYOUT: {
+        NodeLeftOut: ReplicaState.DROPPED,
         LayoutDeclared: ReplicaState.PREPARING,
         NodeRefused: ReplicaState.DROPPED,
         UpdateAborted: ReplicaState.DROPPED,
         DeadlinePassed: ReplicaState.DROPPED,
     },
     ReplicaState.PREPARING: {
+        NodeLeftOut: ReplicaState.DROPPED,
         NodeReady: ReplicaState.READY,
         NodeRefused: ReplicaState.DROPPED,
         UpdateAborted: ReplicaState.DROPPED,
@@ -202,6 +211,7 @@ REPLICA: Final[Mapping[ReplicaState, Mapping[Signal, ReplicaState]]] = {
     },
     ReplicaState.READY: {
         TransferStarted: ReplicaState.RECEIVING,
+        NodeLeftOut: ReplicaState.DROPPED,
         UpdateAborted: ReplicaState.DROPPED,
         DeadlinePassed: ReplicaState.DROPPED,
     },
@@ -295,8 +305,7 @@ class Prepare(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Receive(Effect):
-    attempt: Attempt
-    timeout: float
+    started: TransferStarted
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +360,12 @@ class Timeouts:
     publish: float = 60.0
     attempts: int = 3
     """How often a publish is tried when its group breaks and nobody is found dead."""
+    losses: int = 3
+    """How often a node may be lost within `loss_window` before it is quarantined."""
+    loss_window: float = 60.0
+    quarantine: float = 10.0
+    """The first quarantine; each further one is twice as long, up to `quarantine_limit`."""
+    quarantine_limit: float = 300.0
 
     def transfer_of(self, nbytes: int) -> float:
         return self.transfer + nbytes / self.floor_rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from bus.events import Attempt, NodeOutcome, Outcome, Phase, PhaseTimes, Served
+from bus.events import Attempt, NodeOutcome, Outcome, Phase, PhaseTimes, Policy, Served
 from bus.manifest import AdapterManifest
 from bus.protocol import PHASES, UpdateState
 
@@ -20,6 +20,9 @@ class Update:
     manifest: AdapterManifest
     requested_at: float
     expires_at: float
+    policy: Policy = Policy.STRICT
+    quorum: int = 0
+    """How many nodes must confirm under the quorum policy; 0: a majority of the audience."""
     targets: tuple[str, ...] = ()
     """For a catch-up, the nodes that lack the head; empty for a publish, which is for all."""
     state: UpdateState = UpdateState.QUEUED
@@ -32,7 +35,8 @@ class Update:
     received: dict[str, float] = field(default_factory=dict)
     loaded: dict[str, float] = field(default_factory=dict)
     activated: set[str] = field(default_factory=set)
-    lost: dict[str, NodeOutcome] = field(default_factory=dict)
+    left_out: dict[str, NodeOutcome] = field(default_factory=dict)
+    """Nodes that the update goes on without: lost on the way or, under the quorum policy, refusing or late."""
     entered: dict[UpdateState, float] = field(default_factory=dict)
     """When each state of the current attempt began."""
 
@@ -60,7 +64,12 @@ class Update:
         self.audience = audience
         self.deadline = deadline
         self.ready, self.received, self.loaded, self.activated = set(), {}, {}, set()
-        self.lost = {node: outcome for node, outcome in self.lost.items() if node not in audience}
+        self.left_out = {node: outcome for node, outcome in self.left_out.items() if node not in audience}
+
+    @property
+    def participants(self) -> tuple[str, ...]:
+        """The nodes of the audience that the update still goes to."""
+        return tuple(node for node in self.audience if node not in self.left_out)
 
     @property
     def waiting_for(self) -> list[str]:
@@ -71,7 +80,14 @@ class Update:
             UpdateState.LOADING: self.loaded,
             UpdateState.COMMITTED: self.activated,
         }.get(self.state, ())
-        return [node for node in self.audience if node not in answered and node not in self.lost]
+        return [node for node in self.participants if node not in answered]
+
+    def can_do_without(self, nodes: Collection[str]) -> bool:
+        """Whether the policy lets the update go on without these nodes of its participants."""
+        if self.policy is Policy.STRICT:
+            return False
+        needed = self.quorum or len(self.audience) // 2 + 1
+        return len(self.participants) - len(nodes) >= needed
 
     def phase_times(self, now: float) -> PhaseTimes:
         states = (UpdateState.ANNOUNCED, UpdateState.TRANSFERRING, UpdateState.LOADING, UpdateState.COMMITTED)
@@ -80,8 +96,8 @@ class Update:
         return PhaseTimes(ready, transfer, load, commit, now - self.requested_at)
 
     def outcomes(self, late: list[str]) -> dict[str, NodeOutcome]:
-        """What became of this update on each node of its audience, and on those lost on the way."""
-        outcomes = dict(self.lost)
+        """What became of this update on each node of its audience, and on those it went on without."""
+        outcomes = dict(self.left_out)
         for node in self.audience:
             if node not in outcomes:
                 outcome = Outcome.LATE if node in late else Outcome.ACTIVATED

@@ -13,6 +13,7 @@ from bus.errors import ProtocolError
 from bus.events import Member, Peer, Role, ViewAbandoned, ViewFormed, ViewProposed
 from bus.membership import Membership, Participation
 from bus.protocol import VIEW, Effect, Publish, Signal, Timeouts, ViewState, next_state
+from bus.quarantine import Quarantine
 
 VIEW_GRACE: Final = 1.0
 """Seconds that the controller waits longer for a view than its members do, so that they name the missing."""
@@ -45,6 +46,7 @@ class Views:
 
     def __init__(self, run: str, members: Membership, timeouts: Timeouts) -> None:
         self.last_number = 0
+        self.quarantine = Quarantine(timeouts)
         self._run = run
         self._members = members
         self._timeouts = timeouts
@@ -68,6 +70,7 @@ class Views:
         for node in self._members.following(Role.ROLLOUT):
             if (
                 node.peer not in self._kept_out
+                and node.peer.node not in self.quarantine
                 and node.capabilities is not None
                 and any(map(node.wants, trainer.adapters))
             ):
@@ -111,10 +114,11 @@ class Views:
 
     def overdue(self, now: float) -> list[View]:
         """Views that did not form in time; also lets those back in whose time outside is over."""
+        self.quarantine.release(now)
         for peer in [peer for peer, until in self._kept_out.items() if until <= now]:
             del self._kept_out[peer]
         return [view for view in self if view.state is ViewState.PROPOSED and view.deadline <= now]
 
     def deadlines(self) -> list[float]:
         proposed = [view.deadline for view in self if view.state is ViewState.PROPOSED]
-        return [*proposed, *self._kept_out.values()]
+        return [*proposed, *self._kept_out.values(), *self.quarantine.deadlines()]

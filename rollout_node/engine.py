@@ -20,7 +20,7 @@ from bus.base_model import base_model_at
 from bus.capabilities import check_servable
 from bus.engine import Engine, Loaded, Received
 from bus.errors import EngineUnsupported, LoadFailed, Refused, RendezvousFailed, TransferFailed
-from bus.events import Attempt, NodeCapabilities, Reason, UpdateAnnounced, ViewProposed
+from bus.events import Attempt, NodeCapabilities, Reason, TransferStarted, UpdateAnnounced, ViewProposed
 from bus.manifest import AdapterLayout, AdapterManifest
 from rollout_node import ENGINE, WORKER_EXTENSION, engine_version
 from rollout_node.commands import Build, BytesHeld, Discard, JoinGroup, LeaveGroup, Prepare, Receive, Verify
@@ -52,7 +52,6 @@ class VllmEngine(Engine):
         self._capabilities = capabilities
         self._versions = VersionTable(served.slots, retain)
         self._views: dict[int, ViewProposed] = {}
-        self._announced: dict[Attempt, UpdateAnnounced] = {}
         self._unused = anyio.Event()
         self._removing = anyio.Lock()
         self._retired: list[tuple[str, int]] = []
@@ -116,7 +115,6 @@ class VllmEngine(Engine):
             != manifest
         ):
             raise Refused(Reason.UNSUPPORTED_ADAPTER, f"the manifest of {attempt} does not describe its layout")
-        self._announced[attempt] = update
         try:
             await self._line.ask(Prepare(attempt, layout.body, manifest))
             await self._take_slot(attempt, deadline)
@@ -125,20 +123,19 @@ class VllmEngine(Engine):
                 await self.discard(attempt)
             raise
 
-    async def receive(self, attempt: Attempt, timeout: float) -> Received:
-        started = time.monotonic()
-        if attempt.view not in self._views or attempt not in self._announced:
+    async def receive(self, started: TransferStarted) -> Received:
+        attempt, begun = started.attempt, time.monotonic()
+        if attempt.view not in self._views or self._versions.find(attempt) is None:
             raise TransferFailed(attempt.view, f"{attempt} was not prepared in this view")
-        audience = self._announced[attempt].audience
         members = enumerate(self._views[attempt.view].members)
-        ranks = tuple(rank for rank, member in members if member.node in audience)
-        answers = await self._line.ask(Receive(attempt, ranks, timeout))
+        ranks = tuple(rank for rank, member in members if member.node in started.audience)
+        answers = await self._line.ask(Receive(attempt, ranks, started.timeout))
         held = {answer.digest: answer.worker for answer in answers if isinstance(answer, BytesHeld)}
         if len(held) > 1:
             shown = ", ".join(f"worker {worker} holds {digest}" for digest, worker in held.items())
             raise TransferFailed(attempt.view, f"the workers received different bytes: {shown}")
         (digest,) = held
-        return Received(digest, time.monotonic() - started)
+        return Received(digest, time.monotonic() - begun)
 
     async def load(self, attempt: Attempt) -> Loaded:
         started = time.monotonic()
@@ -162,7 +159,6 @@ class VllmEngine(Engine):
         resident = self._resident(attempt)
         if resident.stage is not Stage.RESERVED:
             return
-        self._announced.pop(attempt, None)
         resident.stage = Stage.SERVED
         path = f"adapterbus://{attempt.adapter}/{attempt.version}"
         request = self._served.watched_request(resident.name, resident.lora_id, path, self._notice_unused(resident))
@@ -173,7 +169,6 @@ class VllmEngine(Engine):
             self._drain(old)
 
     async def discard(self, attempt: Attempt) -> None:
-        self._announced.pop(attempt, None)
         await self._line.ask(Discard(attempt))
         resident = self._versions.find(attempt)
         if resident is not None and resident.stage is Stage.RESERVED:

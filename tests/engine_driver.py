@@ -76,8 +76,8 @@ class EngineDriver:
                 await engine.leave_view(view)
             case UpdateAnnounced(manifest=manifest):
                 await engine.prepare(event, self._layouts[manifest.layout])
-            case TransferStarted(attempt=attempt, timeout=timeout):
-                return await engine.receive(attempt, timeout)
+            case TransferStarted():
+                return await engine.receive(event)
             case AdapterReceived(attempt=attempt):
                 return await engine.load(attempt)
             case VersionCommitted(attempt=attempt):

@@ -9,7 +9,7 @@ import anyio
 from bus.capabilities import check_servable
 from bus.collective import AdapterBuffer, Collective
 from bus.engine import Engine, Loaded, Received
-from bus.events import Attempt, NodeCapabilities, UpdateAnnounced, ViewProposed
+from bus.events import Attempt, NodeCapabilities, TransferStarted, UpdateAnnounced, ViewProposed
 from bus.manifest import AdapterLayout, AdapterManifest, BaseModel, TensorSpec
 
 BASE = BaseModel("tiny", "config:0123456789abcdef")
@@ -45,7 +45,7 @@ class LightEngine(Engine):
         self._ranks: dict[int, tuple[int, ...]] = {}
         self._proposals: dict[int, ViewProposed] = {}
         self._node = ""
-        self._prepared: dict[Attempt, tuple[AdapterManifest, list[AdapterBuffer], tuple[str, ...]]] = {}
+        self._prepared: dict[Attempt, tuple[AdapterManifest, list[AdapterBuffer]]] = {}
 
     @property
     def capabilities(self) -> NodeCapabilities:
@@ -72,27 +72,30 @@ class LightEngine(Engine):
         await self._step("prepare")
         check_servable(layout, self._offered)
         buffers = [AdapterBuffer(layout.nbytes) for _ in self._collectives]
-        self._prepared[update.attempt] = (update.manifest, buffers, update.audience)
+        self._prepared[update.attempt] = (update.manifest, buffers)
 
-    async def receive(self, attempt: Attempt, timeout: float) -> Received:
+    async def receive(self, started: TransferStarted) -> Received:
         await self._step("receive")
-        manifest, buffers, audience = self._prepared[attempt]
+        attempt = started.attempt
+        manifest, buffers = self._prepared[attempt]
         proposal = self._proposals[attempt.view]
-        ranks = [rank for node in audience for rank in proposal.ranks(node)]
+        ranks = [rank for node in started.audience for rank in proposal.ranks(node)]
         digests: list[str] = []
 
         async def one(collective: Collective, buffer: AdapterBuffer) -> None:
-            digests.append(await collective.transfer(attempt.view, buffer, manifest, audience=ranks, timeout=timeout))
+            digests.append(
+                await collective.transfer(attempt.view, buffer, manifest, audience=ranks, timeout=started.timeout)
+            )
 
-        started = anyio.current_time()
+        begun = anyio.current_time()
         async with anyio.create_task_group() as tasks:
             for collective, buffer in zip(self._collectives, buffers, strict=True):
                 tasks.start_soon(one, collective, buffer)
-        return Received(digests[0], anyio.current_time() - started)
+        return Received(digests[0], anyio.current_time() - begun)
 
     async def load(self, attempt: Attempt) -> Loaded:
         await self._step("load")
-        manifest, buffers, _ = self._prepared[attempt]
+        manifest, buffers = self._prepared[attempt]
         digest = buffers[0].digest(manifest.nbytes)
         self.versions[attempt.adapter, attempt.version] = digest.encode()
         return Loaded(digest, manifest.tensors, manifest.tensors, 0.0)

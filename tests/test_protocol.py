@@ -24,12 +24,14 @@ from bus.events import (
     Member,
     NodeAlive,
     NodeLost,
+    NodeQuarantined,
     NodeReady,
     NodeRefused,
     Outcome,
     Peer,
     PeerUnknown,
     Phase,
+    Policy,
     PublishRefused,
     PublishRequested,
     Reason,
@@ -156,7 +158,9 @@ class Fleet:
                 if peer.node not in silent:
                     said += self.tell(peer, NodeAlive(peer, 0))
             effects = self.coordinator.handle_time(self.now)
-            said += [effect.event for effect in effects if isinstance(effect, (Publish, Send))]
+            due = [effect.event for effect in effects if isinstance(effect, (Publish, Send))]
+            said += due
+            self.said += due
         return said
 
     def join(self, event: JoinRequested) -> list[Event]:
@@ -174,8 +178,8 @@ class Fleet:
     def peer(self, node: str) -> Peer:
         return TRAINER if node == "trainer" else self.peers[node]
 
-    def publish(self, request: str = "r1", timeout: float = 60.0) -> UpdateAnnounced:
-        said = self.tell(TRAINER, PublishRequested(TRAINER, request, "policy", MANIFEST, timeout))
+    def publish(self, request: str = "r1", **how: Any) -> UpdateAnnounced:
+        said = self.tell(TRAINER, PublishRequested(TRAINER, request, "policy", MANIFEST, 60.0, **how))
         return next(event for event in said if isinstance(event, UpdateAnnounced))
 
     def everyone(self, kind: type[Event], attempt: Attempt, *nodes: str) -> list[Event]:
@@ -514,6 +518,159 @@ def test_a_restarted_controller_knows_heads_and_burns_what_was_in_flight() -> No
     assert fresh.heads["policy"].served == Served("policy", 1, MANIFEST.digest)
 
 
+def test_a_publish_that_was_committed_before_a_restart_is_told_its_end_again() -> None:
+    """A trainer that asks again after a controller's restart must not publish the same bytes twice."""
+    fleet = Fleet("a")
+    completed = fleet.commit("r1")
+    fresh = Coordinator("run2", "tcp://127.0.0.1:1")
+    fresh.restore([LayoutDeclared(LAYOUT.digest, LAYOUT.body), *fleet.said])
+    fresh.handle(JoinRequested(TRAINER, Role.TRAINER, ("policy",), store="127.0.0.1:9"), TRAINER, 0.0)
+    again = fresh.handle(PublishRequested(TRAINER, "r1", "policy", MANIFEST, 60.0), TRAINER, 0.0)
+    assert again == [Send(TRAINER, completed)]
+
+
+def test_a_version_committed_just_before_a_crash_is_complete_after_it() -> None:
+    fleet = Fleet("a")
+    attempt = fleet.publish("r1").attempt
+    for kind in (NodeReady, AdapterReceived, AdapterLoaded):
+        fleet.everyone(kind, attempt)
+    fresh = Coordinator("run2", "tcp://127.0.0.1:1")
+    (effect,) = fresh.restore([LayoutDeclared(LAYOUT.digest, LAYOUT.body), *fleet.said])
+    assert isinstance(effect, Publish)
+    assert isinstance(effect.event, UpdateCompleted)
+    assert (effect.event.attempt, effect.event.request) == (attempt, "r1")
+
+
+# ---------------------------------------------------------------------------------------- policies
+
+
+QUORUM: dict[str, Any] = {"policy": Policy.QUORUM}
+
+
+def outcomes_of(events: list[Event]) -> dict[str, Outcome]:
+    (completed,) = only(UpdateCompleted, events)
+    assert isinstance(completed, UpdateCompleted)
+    return {outcome.node: outcome.outcome for outcome in completed.outcomes}
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.TRANSFER, Phase.LOAD])
+def test_under_quorum_a_no_leaves_one_node_out_and_the_rest_get_the_version(phase: Phase) -> None:
+    fleet = Fleet("a", "b", "c")
+    attempt = fleet.publish(**QUORUM).attempt
+    noes = {
+        Phase.READY: NodeRefused(attempt, fleet.peers["c"], Reason.NO_FREE_SLOT, "4 of 4"),
+        Phase.TRANSFER: AdapterReceived(attempt, fleet.peers["c"], "blake3:bb", 0.1),
+        Phase.LOAD: LoadFailed(attempt, fleet.peers["c"], Reason.ENGINE_FAILED, "no"),
+    }
+    order = [(Phase.READY, NodeReady), (Phase.TRANSFER, AdapterReceived), (Phase.LOAD, AdapterLoaded)]
+    left = ["a", "b", "c"]
+    for here, kind in order:
+        if here is phase:
+            fleet.tell(fleet.peers["c"], noes[phase])
+            left.remove("c")
+        fleet.everyone(kind, attempt, *left)
+    expected = Outcome.REFUSED if phase is Phase.READY else Outcome.FAILED
+    said = fleet.everyone(VersionActivated, attempt, "a", "b")
+    assert outcomes_of(said) == {"a": Outcome.ACTIVATED, "b": Outcome.ACTIVATED, "c": expected}
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.TRANSFER, Phase.LOAD])
+def test_under_quorum_a_silent_node_is_left_out_at_the_deadline(phase: Phase) -> None:
+    fleet = Fleet("a", "b", "c")
+    attempt = fleet.publish(**QUORUM).attempt
+    answering = ["a", "b", "c"]
+    for here, kind in [(Phase.READY, NodeReady), (Phase.TRANSFER, AdapterReceived), (Phase.LOAD, AdapterLoaded)]:
+        if here is phase:
+            fleet.everyone(kind, attempt, "a", "b")
+            fleet.wait({Phase.READY: 10.5, Phase.TRANSFER: 5.5, Phase.LOAD: 30.5}[phase])
+            answering.remove("c")
+        else:
+            fleet.everyone(kind, attempt, *answering)
+    said = fleet.everyone(VersionActivated, attempt, "a", "b")
+    assert outcomes_of(said)["c"] is Outcome.LATE
+
+
+def test_a_node_left_out_of_a_transfer_is_not_in_its_audience() -> None:
+    fleet = Fleet("a", "b", "c")
+    attempt = fleet.publish(**QUORUM).attempt
+    fleet.tell(fleet.peers["b"], NodeRefused(attempt, fleet.peers["b"], Reason.NO_FREE_SLOT, "4 of 4"))
+    (started,) = only(TransferStarted, fleet.everyone(NodeReady, attempt, "a", "c"))
+    assert isinstance(started, TransferStarted)
+    assert started.audience == ("a", "c")
+
+
+def test_under_quorum_too_few_confirms_fail_the_update() -> None:
+    fleet = Fleet("a", "b", "c")
+    attempt = fleet.publish(**QUORUM).attempt
+    fleet.tell(fleet.peers["b"], NodeRefused(attempt, fleet.peers["b"], Reason.NO_FREE_SLOT, "4 of 4"))
+    said = fleet.tell(fleet.peers["c"], NodeRefused(attempt, fleet.peers["c"], Reason.NO_FREE_SLOT, "4 of 4"))
+    (aborted,) = only(UpdateAborted, said)
+    assert isinstance(aborted, UpdateAborted)
+    assert (aborted.node, aborted.final) == ("c", True)
+
+
+def test_a_stated_quorum_is_counted_in_nodes() -> None:
+    fleet = Fleet("a", "b", "c")
+    attempt = fleet.publish(policy=Policy.QUORUM, quorum=3).attempt
+    said = fleet.tell(fleet.peers["c"], NodeRefused(attempt, fleet.peers["c"], Reason.NO_FREE_SLOT, "4 of 4"))
+    assert only(UpdateAborted, said)
+
+
+def test_a_node_left_out_is_brought_to_the_head_later() -> None:
+    fleet = Fleet("a", "b", "c")
+    attempt = fleet.publish(**QUORUM).attempt
+    fleet.tell(fleet.peers["c"], NodeRefused(attempt, fleet.peers["c"], Reason.NO_FREE_SLOT, "4 of 4"))
+    for kind in (NodeReady, AdapterReceived, AdapterLoaded, VersionActivated):
+        fleet.everyone(kind, attempt, "a", "b")
+    (again,) = only(UpdateAnnounced, fleet.wait(11.0))
+    assert isinstance(again, UpdateAnnounced)
+    assert (again.catch_up, again.audience) == (True, ("c",))
+
+
+def test_supersede_takes_the_place_of_what_waits_and_not_of_what_travels() -> None:
+    fleet = Fleet("a")
+    attempt = fleet.publish("r1").attempt
+    fleet.tell(TRAINER, PublishRequested(TRAINER, "r2", "policy", MANIFEST, 60.0))
+    (refused,) = fleet.tell(TRAINER, PublishRequested(TRAINER, "r3", "policy", MANIFEST, 60.0, supersede=True))
+    assert isinstance(refused, PublishRefused)
+    assert (refused.request, refused.reason) == ("r2", Reason.SUPERSEDED)
+    for kind in (NodeReady, AdapterReceived, AdapterLoaded):
+        fleet.everyone(kind, attempt)
+    (announced,) = only(UpdateAnnounced, fleet.everyone(VersionActivated, attempt))
+    assert isinstance(announced, UpdateAnnounced)
+    assert announced.request == "r3"
+
+
+def test_the_queue_is_bounded() -> None:
+    fleet = Fleet("a")
+    fleet.publish("r0")
+    said = [fleet.tell(TRAINER, PublishRequested(TRAINER, f"r{n}", "policy", MANIFEST, 60.0)) for n in range(1, 18)]
+    refusals = [event.reason for events in said for event in events if isinstance(event, PublishRefused)]
+    assert refusals == [Reason.QUEUE_FULL]
+
+
+# -------------------------------------------------------------------------------------- quarantine
+
+
+def test_a_node_that_is_lost_again_and_again_is_kept_out_and_said_so() -> None:
+    """B118."""
+    fleet = Fleet("a", "b")
+    for incarnation in range(3):
+        fleet.wait(3.5, silent=("b",))
+        fleet.peers["b"] = Peer("b", f"again{incarnation}")
+        fleet.join(JoinRequested(fleet.peers["b"], Role.ROLLOUT, capabilities=capabilities()))
+        fleet.form_view()
+    (quarantined,) = only(NodeQuarantined, fleet.said)
+    assert isinstance(quarantined, NodeQuarantined)
+    assert (quarantined.node, quarantined.losses, quarantined.seconds) == ("b", 3, 10.0)
+    proposal = only(ViewProposed, fleet.said)[-1]
+    assert isinstance(proposal, ViewProposed)
+    assert {member.node for member in proposal.members} == {"trainer", "a"}
+    (back,) = only(ViewProposed, fleet.wait(10.5))
+    assert isinstance(back, ViewProposed)
+    assert {member.node for member in back.members} == {"trainer", "a", "b"}
+
+
 # ------------------------------------------------------------------------------------- participant
 
 
@@ -555,7 +712,8 @@ def test_a_node_prepares_receives_loads_and_activates_in_that_order() -> None:
     assert node.mind.handle(announced, 0.0) == [Prepare(announced, LAYOUT)]
     ready = NodeReady(attempt, node.peer)
     assert node.mind.handle(ready, 0.0) == [Answer(ready)]
-    assert node.mind.handle(TransferStarted(attempt, ("a",), 5.0), 0.0) == [Receive(attempt, 5.0)]
+    started = TransferStarted(attempt, ("a",), 5.0)
+    assert node.mind.handle(started, 0.0) == [Receive(started)]
     received = AdapterReceived(attempt, node.peer, MANIFEST.digest, 0.1)
     assert node.mind.handle(received, 0.0) == [Answer(received), Load(attempt)]
     loaded = AdapterLoaded(attempt, node.peer, MANIFEST.digest, 4, 4, 0.1)

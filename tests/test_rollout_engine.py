@@ -17,7 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus.errors import EngineUnsupported, InvalidInput, LoadFailed, Refused, RendezvousFailed, TransferFailed
-from bus.events import Attempt, Envelope, Member, NodeCapabilities, Reason, UpdateAnnounced, ViewProposed
+from bus.events import (
+    Attempt,
+    Envelope,
+    Member,
+    NodeCapabilities,
+    Reason,
+    TransferStarted,
+    UpdateAnnounced,
+    ViewProposed,
+)
 from bus.manifest import AdapterLayout, AdapterManifest, BaseModel, TensorSpec
 from bus.transport import Dealer
 from rollout_node import WORKER_EXTENSION
@@ -285,7 +294,7 @@ def announced(
 
 async def publish(engine: VllmEngine, version: int, adapter: str = "policy") -> None:
     await engine.prepare(announced(version, adapter), LAYOUT)
-    assert (await engine.receive(attempt(version, adapter), 5.0)).digest == "blake3:0"
+    assert (await engine.receive(TransferStarted(attempt(version, adapter), ("n",), 5.0))).digest == "blake3:0"
     loaded = await engine.load(attempt(version, adapter))
     assert (loaded.matched, loaded.total) == (2, 2)
     await engine.activate(attempt(version, adapter))
@@ -372,7 +381,7 @@ async def test_a_discarded_attempt_leaves_no_slot_filled_and_no_name() -> None:
         await publish(engine, 1)
         for version in range(2, 6):
             await engine.prepare(announced(version), LAYOUT)
-            await engine.receive(attempt(version), 5.0)
+            await engine.receive(TransferStarted(attempt(version), ("n",), 5.0))
             await engine.load(attempt(version))
             await engine.discard(attempt(version))
             await engine.discard(attempt(version))
@@ -393,7 +402,7 @@ async def test_a_failed_fill_is_a_load_failure_and_the_old_version_serves_on() -
         await publish(engine, 1)
         server.broken = "1 of 2 tensors found their module"
         await engine.prepare(announced(2), LAYOUT)
-        await engine.receive(attempt(2), 5.0)
+        await engine.receive(TransferStarted(attempt(2), ("n",), 5.0))
         with pytest.raises(LoadFailed, match="1 of 2 tensors"):
             await engine.load(attempt(2))
         await engine.discard(attempt(2))
@@ -442,7 +451,7 @@ async def test_a_manifest_that_does_not_describe_its_layout_is_refused() -> None
 async def test_bytes_are_only_received_for_what_was_prepared() -> None:
     async with engine_with() as (engine, _):
         with pytest.raises(TransferFailed, match="was not prepared"):
-            await engine.receive(attempt(1), 1.0)
+            await engine.receive(TransferStarted(attempt(1), ("n",), 1.0))
 
 
 # ------------------------------------------------------------------------------------- the command line
