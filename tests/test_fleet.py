@@ -19,7 +19,7 @@ from bus.follower import follow
 from bus.journal import SqliteJournal
 from bus.protocol import Timeouts
 from tests.fakes import LightEngine, capabilities, layout
-from trainer_node import AdapterPublisher, ExportedAdapter
+from trainer_node import AdapterPublisher, ExportedAdapter, Update
 
 pytestmark = pytest.mark.anyio
 
@@ -172,3 +172,55 @@ async def test_a_publish_without_nodes_ends_at_its_deadline_and_says_so() -> Non
     async with fleet() as (publisher, _):
         with pytest.raises(UpdateFailed, match="no rollout node"):
             await publisher.publish(adapter(1.0), timeout=0.5)
+
+
+async def test_publishes_wait_their_turn_and_each_sends_what_it_saw() -> None:
+    """A snapshot is taken when publish is called, not when its turn comes."""
+    engine = LightEngine()
+    async with fleet(engine) as (publisher, _):
+        updates: dict[float, Update] = {}
+
+        async def publish(value: float) -> None:
+            updates[value] = await publisher.publish(adapter(value))
+
+        async with anyio.create_task_group() as publishing:
+            for value in (1.0, 2.0, 3.0, 4.0):
+                publishing.start_soon(publish, value)
+        assert sorted(update.version for update in updates.values()) == [1, 2, 3, 4]
+        for update in updates.values():
+            assert engine.versions["policy", update.version] == update.digest.encode()
+        assert len({update.digest for update in updates.values()}) == 4
+
+
+async def test_a_superseded_publish_says_so_and_the_newest_goes_next() -> None:
+    engine = LightEngine()
+    hold = anyio.Event()
+    engine.before["load"] = hold.wait
+    async with fleet(engine, queue="supersede") as (publisher, _):
+        ends: dict[float, str] = {}
+
+        async def publish(value: float) -> None:
+            try:
+                ends[value] = f"version {(await publisher.publish(adapter(value))).version}"
+            except UpdateFailed as error:
+                ends[value] = error.reason
+
+        async with anyio.create_task_group() as publishing:
+            for value in (1.0, 2.0, 3.0):
+                publishing.start_soon(publish, value)
+                await anyio.sleep(0.3)
+            hold.set()
+        assert ends == {1.0: "version 1", 2.0: "superseded", 3.0: "version 2"}
+
+
+async def test_under_quorum_a_refusing_node_is_left_out_and_named() -> None:
+    engines = [LightEngine(), LightEngine(), LightEngine(capabilities(max_rank=2))]
+    async with fleet(*engines, policy="quorum") as (publisher, _):
+        update = await publisher.publish(adapter(1.0))
+        assert {node.node: node.outcome for node in update.nodes} == {
+            "node-0": Outcome.ACTIVATED,
+            "node-1": Outcome.ACTIVATED,
+            "node-2": Outcome.REFUSED,
+        }
+        assert [engine.active.get("policy") for engine in engines] == [1, 1, None]
+        assert (await publisher.publish(adapter(2.0))).version == 2

@@ -40,6 +40,7 @@ def summarised(report: StatusReported) -> dict[str, Any]:
                 "role": node.role.value,
                 "following": node.following,
                 "silence_ms": round(node.silence * 1e3),
+                "quarantine_s": round(node.quarantine, 1),
                 "endpoint": node.capabilities.endpoint if node.capabilities else None,
                 "engine": f"{node.capabilities.engine} {node.capabilities.engine_version}"
                 if node.capabilities
@@ -103,6 +104,8 @@ def rendered(report: StatusReported, address: str) -> RenderableType:
 
 
 def _state(node: NodeStatus) -> Text:
+    if node.quarantine:
+        return Text(f"quarantined {node.quarantine:.0f} s", style="red")
     if not node.following:
         return Text("joining", style="yellow")
     if node.silence > 1.5:

@@ -7,14 +7,14 @@ it gives control back, so training may go on while the bytes travel.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from types import TracebackType
-from typing import Any, Self, TypeVar, TypeVarTuple, Unpack
+from typing import Any, Final, Literal, Self, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.to_thread
@@ -24,14 +24,17 @@ from torch import nn
 from bus.collective import AdapterBuffer
 from bus.controller import DEFAULT_BIND
 from bus.errors import InvalidInput
-from bus.events import NodeStatus
+from bus.events import NodeStatus, Policy
 from bus.manifest import DEFAULT_CHUNK_BYTES, AdapterManifest
 from bus.protocol import Timeouts
 from trainer_node.export import ExportedAdapter, export_adapter
-from trainer_node.session import Payload, Session, Update
+from trainer_node.session import Delivery, Payload, Session, Update
 
 A = TypeVarTuple("A")
 T = TypeVar("T")
+
+SPARE_BUFFERS: Final = 2
+"""How many buffers are kept for versions to come: one that waits, one that is packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,9 @@ class PublisherSettings:
     node: this trainer's name on the bus.
     device, backend: where the collective runs (`cpu`, `cuda`, …) and over what, by default what fits the device.
     chunk_bytes: the size of the pieces that an adapter is broadcast in.
+    policy, quorum: `strict` (a node that says no, or nothing, fails the update) or `quorum` (it is left out and
+        stale, as long as `quorum` others confirm; 0 means a majority).
+    queue: what a publish does while others wait their turn: `wait` too, or `supersede` those that wait.
     """
 
     adapter: str
@@ -57,6 +63,9 @@ class PublisherSettings:
     device: str = "cpu"
     backend: str | None = None
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    policy: Literal["strict", "quorum"] = "strict"
+    quorum: int = 0
+    queue: Literal["wait", "supersede"] = "wait"
     timeouts: Timeouts = field(default_factory=Timeouts)
     join_timeout: float = 10.0
 
@@ -75,7 +84,7 @@ class _Publishing:
     def __init__(self, adapter: str, **settings: Any) -> None:
         self.settings = PublisherSettings(adapter, **settings)
         self._stack = ExitStack()
-        self._buffers: list[AdapterBuffer] = []
+        self._buffers: deque[AdapterBuffer] = deque(maxlen=SPARE_BUFFERS)
 
     def _open(self) -> None:
         settings = self.settings
@@ -92,6 +101,7 @@ class _Publishing:
                 backend=settings.backend,
                 timeouts=settings.timeouts,
                 join_timeout=settings.join_timeout,
+                release=self._buffers.append,
             )
             self._session = stack.enter_context(self._portal.wrap_async_context_manager(session))
             self._stack = stack.pop_all()
@@ -109,14 +119,21 @@ class _Publishing:
         return Payload(exported.layout, manifest, buffer)
 
     def _free_buffer(self, nbytes: int) -> AdapterBuffer:
-        """A buffer that does not hold the head: two take turns."""
-        held = self._session.head_buffer
-        for buffer in self._buffers:
-            if buffer is not held and buffer.nbytes >= nbytes:
+        """A buffer that nothing is sent from; those of a layout that is gone are dropped."""
+        while self._buffers:
+            buffer = self._buffers.popleft()
+            if buffer.nbytes == nbytes:
                 return buffer
-        self._buffers = [buffer for buffer in self._buffers if buffer is held]
-        self._buffers.append(AdapterBuffer(nbytes))
-        return self._buffers[-1]
+        return AdapterBuffer(nbytes)
+
+    def _delivery(self, timeout: float | None) -> Delivery:
+        settings = self.settings
+        return Delivery(
+            timeout or settings.timeouts.publish,
+            Policy(settings.policy),
+            settings.quorum,
+            settings.queue == "supersede",
+        )
 
     def _start(self, function: Callable[[Unpack[A]], Awaitable[T]], *args: *A) -> Future[T]:
         return self._portal.start_task_soon(function, *args)
@@ -142,10 +159,6 @@ class AdapterPublisher(_Publishing):
             update = await publisher.publish(model)
     """
 
-    def __init__(self, adapter: str, **settings: Any) -> None:
-        super().__init__(adapter, **settings)
-        self._turn = anyio.Lock()
-
     @staticmethod
     def blocking(adapter: str, **settings: Any) -> BlockingAdapterPublisher:
         """The same for ordinary loops: `with AdapterPublisher.blocking(adapter="policy") as publisher: …`"""
@@ -170,11 +183,8 @@ class AdapterPublisher(_Publishing):
         default `Timeouts.publish`. Raises `InvalidInput` or `InvalidLayout` for an adapter that no server could
         serve. Cancelling stops the waiting; the update may still be committed.
         """
-        async with self._turn:
-            payload = self._snapshot(model, step)
-            return await self._result(
-                self._start(self._session.publish, payload, timeout or self.settings.timeouts.publish)
-            )
+        payload = self._snapshot(model, step)
+        return await self._result(self._start(self._session.publish, payload, self._delivery(timeout)))
 
     async def wait_for_nodes(self, count: int, timeout: float) -> tuple[NodeStatus, ...]:
         """Wait until `count` rollout nodes follow; raises `TimeoutError` that names those that do."""
@@ -191,10 +201,6 @@ class AdapterPublisher(_Publishing):
 class BlockingAdapterPublisher(_Publishing):
     """`AdapterPublisher` for ordinary loops: a context manager whose methods block. Made by `.blocking`."""
 
-    def __init__(self, adapter: str, **settings: Any) -> None:
-        super().__init__(adapter, **settings)
-        self._turn = Lock()
-
     def __enter__(self) -> Self:
         self._open()
         return self
@@ -208,9 +214,8 @@ class BlockingAdapterPublisher(_Publishing):
         self, model: nn.Module | ExportedAdapter, *, step: int | None = None, timeout: float | None = None
     ) -> Update:
         """Return when every live node serves the adapter as it is now; as `AdapterPublisher.publish`."""
-        with self._turn:
-            payload = self._snapshot(model, step)
-            return self._start(self._session.publish, payload, timeout or self.settings.timeouts.publish).result()
+        payload = self._snapshot(model, step)
+        return self._start(self._session.publish, payload, self._delivery(timeout)).result()
 
     def wait_for_nodes(self, count: int, timeout: float) -> tuple[NodeStatus, ...]:
         """Wait until `count` rollout nodes follow; raises `TimeoutError` that names those that do."""

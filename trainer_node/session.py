@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from bus.events import (
     NodeStatus,
     Phase,
     PhaseTimes,
+    Policy,
     PublishRefused,
     PublishRequested,
     Reason,
@@ -65,6 +66,16 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivery:
+    """How a version is to be delivered; see `PublishRequested`. `timeout` is in seconds."""
+
+    timeout: float
+    policy: Policy
+    quorum: int
+    supersede: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """A committed version: every live node serves it, but for those that `nodes` says were lost or late.
 
@@ -96,7 +107,14 @@ class _Pending:
 class Session:
     """One trainer's stay on the bus; opened with `Session.open`. All methods belong to its event loop."""
 
-    def __init__(self, adapter: str, connection: Connection, collective: Collective, tasks: TaskGroup) -> None:
+    def __init__(
+        self,
+        adapter: str,
+        connection: Connection,
+        collective: Collective,
+        release: Callable[[AdapterBuffer], None],
+        tasks: TaskGroup,
+    ) -> None:
         self.adapter = adapter
         self.address = connection.address
         self.nodes: tuple[NodeStatus, ...] = ()
@@ -108,8 +126,9 @@ class Session:
             connection.peer, tasks, join=self._join_view, leave=collective.leave, report=self._handle
         )
         self._transfers = Lane(tasks)
+        self._release = release
         self._head: tuple[Served, Payload] | None = None
-        self._pending: _Pending | None = None
+        self._pending: dict[str, _Pending] = {}
         self._told = anyio.Event()
 
     @classmethod
@@ -126,8 +145,12 @@ class Session:
         backend: str | None,
         timeouts: Timeouts,
         join_timeout: float,
+        release: Callable[[AdapterBuffer], None],
     ) -> AsyncIterator[Self]:
-        """Join the controller at `address`, or run one at `bind` in this process, as the trainer of `adapter`."""
+        """Join the controller at `address`, or run one at `bind` in this process, as the trainer of `adapter`.
+
+        `release` is given each payload's buffer once nothing needs it any more.
+        """
         async with AsyncExitStack() as stack:
             if bind is not None:
                 controller = await stack.enter_async_context(Controller.open(bind, journal=journal, timeouts=timeouts))
@@ -151,30 +174,38 @@ class Session:
                 )
             )
             tasks = await stack.enter_async_context(background_tasks())
-            session = cls(adapter, connection, collective, tasks)
+            session = cls(adapter, connection, collective, release, tasks)
             tasks.start_soon(session._follow)
             await connection.wait_following()
             yield session
 
-    @property
-    def head_buffer(self) -> AdapterBuffer | None:
-        """The buffer that holds the head; it may be sent to a late joiner at any time."""
-        return self._head[1].buffer if self._head is not None else None
-
     # --------------------------------------------------------------------------------------- requests
 
-    async def publish(self, payload: Payload, timeout: float) -> Update:
-        """Bring a payload to every live node; raises `UpdateFailed`. One at a time. Cancelling stops waiting only."""
-        request = PublishRequested(self._connection.peer, secrets.token_hex(8), self.adapter, payload.manifest, timeout)
+    async def publish(self, payload: Payload, delivery: Delivery) -> Update:
+        """Bring a payload to every live node; raises `UpdateFailed`. Cancelling stops the waiting only."""
+        request = PublishRequested(
+            self._connection.peer,
+            secrets.token_hex(8),
+            self.adapter,
+            payload.manifest,
+            delivery.timeout,
+            delivery.policy,
+            delivery.quorum,
+            delivery.supersede,
+        )
         started = anyio.current_time()
-        self._pending = pending = _Pending(request, payload, anyio.Event())
+        self._pending[request.request] = pending = _Pending(request, payload, anyio.Event())
         try:
             self._request(pending)
             # The controller's own deadline comes first, and knows who is to blame.
-            with anyio.move_on_after(timeout + self._connection.lease):
+            with anyio.move_on_after(delivery.timeout + self._connection.lease):
                 await pending.ended.wait()
         finally:
-            self._pending = None
+            del self._pending[request.request]
+            if pending.end is None:
+                self._transfers.interrupt()
+            if self._head is None or self._head[1] is not payload:
+                self._release(payload.buffer)
         return self._result(pending, anyio.current_time() - started)
 
     async def wait_for_nodes(self, count: int, timeout: float) -> tuple[NodeStatus, ...]:
@@ -202,8 +233,8 @@ class Session:
             match event:
                 case Joined():
                     self._perform(self._source.reset())
-                    if self._pending is not None:
-                        self._request(self._pending)
+                    for pending in self._pending.values():
+                        self._request(pending)
                 case StatusReported():
                     self.nodes = tuple(
                         node
@@ -239,12 +270,14 @@ class Session:
         self._connection.send(pending.request)
 
     def _resolve(self, request: str, event: Event) -> None:
-        pending = self._pending
-        if pending is None or pending.request.request != request:
+        pending = self._pending.get(request)
+        if pending is None or pending.end is not None:
             return
         if isinstance(event, UpdateCompleted):
-            served = Served(event.attempt.adapter, event.attempt.version, event.digest)
-            self._head = (served, pending.payload)
+            former = self._head
+            self._head = (Served(event.attempt.adapter, event.attempt.version, event.digest), pending.payload)
+            if former is not None:
+                self._release(former[1].buffer)
         pending.end = event
         pending.ended.set()
 
@@ -274,7 +307,7 @@ class Session:
             self._report_failed(attempt, error.problem)
 
     def _payload(self, digest: str) -> Payload | None:
-        held = [self._pending.payload] if self._pending is not None else []
+        held = [pending.payload for pending in self._pending.values()]
         held += [self._head[1]] if self._head is not None else []
         return next((payload for payload in held if payload.manifest.digest == digest), None)
 
