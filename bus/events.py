@@ -47,6 +47,7 @@ class Reason(StrEnum):
     TOO_LARGE = "too_large"
     LAYOUT_UNKNOWN = "layout_unknown"
     NOT_IN_VIEW = "not_in_view"
+    OUTDATED = "outdated"
     DIGEST_MISMATCH = "digest_mismatch"
     MODULES_UNMATCHED = "modules_unmatched"
     ENGINE_FAILED = "engine_failed"

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 LEAVE_TIMEOUT: float = 3.0
 """Seconds before a group that will not let go is left to its thread."""
 
+JOIN_GRACE: float = 0.5
+"""Seconds that we wait longer than the collective does: it can name those who never came, we only ourselves."""
+
 
 class GroupMember:
     """`join` and `leave` touch the groups; `report` takes `ViewJoined` and `ViewFailed`. One lane for each view."""
@@ -52,7 +55,7 @@ class GroupMember:
 
     async def _join(self, proposal: ViewProposed) -> None:
         try:
-            with anyio.fail_after(proposal.timeout):
+            with anyio.fail_after(proposal.timeout + JOIN_GRACE):
                 await self._join_group(proposal)
         except RendezvousFailed as error:
             missing = tuple(sorted({proposal.members[rank].node for rank in error.missing}))

@@ -203,9 +203,14 @@ class Participant:
         layout = self._layouts.get(event.manifest.layout)
         state = ReplicaState.PREPARING if layout is not None else ReplicaState.WAITING_FOR_LAYOUT
         self._replicas[attempt.adapter] = Replica(event, now + event.timeout + self.timeouts.lease, state)
+        served = self.served.get(attempt.adapter)
+        refusal: tuple[Reason, str] | None = None
         if self._groups.proposal(attempt.view) is None:
-            refused = NodeRefused(attempt, self.peer, Reason.NOT_IN_VIEW, f"{self.peer} is not in view {attempt.view}")
-            return [*effects, *self.handle(refused, now)]
+            refusal = (Reason.NOT_IN_VIEW, f"{self.peer} is not in view {attempt.view}")
+        elif served is not None and served.version >= attempt.version:
+            refusal = (Reason.OUTDATED, f"{self.peer} serves {attempt.adapter}@{served.version} already")
+        if refusal is not None:
+            return [*effects, *self.handle(NodeRefused(attempt, self.peer, *refusal), now)]
         if layout is None:
             return [*effects, Answer(LayoutRequested(self.peer, event.manifest.layout))]
         return [*effects, Prepare(event, layout)]

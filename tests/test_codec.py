@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.codec import EVENT_CODEC, MAJOR, MINOR
+from bus.codec import EVENT_CODEC, MAJOR, MAX_FRAME_BYTES, MINOR
 from bus.errors import CodecError, InvalidLayout
-from bus.events import EVENTS, Attempt, Envelope, Event, NodeReady, Peer, VersionCommitted
-from bus.manifest import AdapterManifest
+from bus.events import EVENTS, Attempt, Envelope, Event, LayoutDeclared, NodeReady, Peer, VersionCommitted
+from bus.manifest import AdapterLayout, AdapterManifest, BaseModel, TensorSpec
 
 READY = NodeReady(Attempt("policy", 7, 1, 3), Peer("node-0", "a1"))
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -147,3 +147,22 @@ def test_a_manifest_that_checks_itself_turns_into_a_codec_error() -> None:
     )
     with pytest.raises(CodecError, match="-1 bytes"):
         EVENT_CODEC.decode(frame)
+
+
+def test_a_layout_of_20_000_tensors_passes_and_a_frame_over_the_limit_is_refused_with_both_sizes() -> None:
+    """B066."""
+    tensors = [
+        TensorSpec(
+            f"base_model.model.model.layers.{n}.mlp.experts.{n}.gate_proj.lora_{side}.weight", "bfloat16", (8, 8)
+        )
+        for n in range(10_000)
+        for side in "AB"
+    ]
+    layout = AdapterLayout(BaseModel("moe", "config:1"), "{}", tuple(tensors))
+    declared = Envelope("run", 1, LayoutDeclared(layout.digest, layout.body))
+    assert EVENT_CODEC.decode(EVENT_CODEC.encode(declared)) == declared
+    too_large = Envelope("run", 1, LayoutDeclared("digest", b"x" * (MAX_FRAME_BYTES + 1)))
+    with pytest.raises(CodecError, match=f"over the limit of {MAX_FRAME_BYTES}"):
+        EVENT_CODEC.encode(too_large)
+    with pytest.raises(CodecError, match=f"over the limit of {MAX_FRAME_BYTES}"):
+        EVENT_CODEC.decode(b"x" * (MAX_FRAME_BYTES + 1))

@@ -70,24 +70,23 @@ def test_advantages_are_normalised_within_their_group() -> None:
     assert group_advantages([0.5, 0.5]) == [0.0, 0.0]
 
 
-def test_loss_is_the_clipped_ratio_times_advantage_averaged_over_each_sample() -> None:
-    """Ratios 2 and 1 with advantage 1, then 0.5 with advantage -1 and a padded token; clip 0.2.
+def test_loss_weights_each_token_by_its_capped_ratio_and_averages_over_each_sample() -> None:
+    """Ratios 4 and 1 with advantage 1, then 0.5 with advantage -1 and a padded token; cap 2.
 
-    Gains: min(2, 1.2) = 1.2 and 1, on average 1.1; min(-0.5, -0.8) = -0.8. Loss: -(1.1 - 0.8) / 2.
+    Gains: 2 · ln 4 and 0, on average ln 4; 0.5 · -1 · ln 0.5 = 0.5 · ln 2. Loss: -(2 · ln 2 + 0.5 · ln 2) / 2.
     """
-    sampled = torch.tensor([[-2.0, -1.0], [-1.0, 0.0]])
-    logprobs = sampled + torch.tensor([[math.log(2.0), 0.0], [math.log(0.5), 5.0]])
+    logprobs = torch.tensor([[math.log(4.0), 0.0], [math.log(0.5), 5.0]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    loss, clipped = policy_loss(logprobs, sampled, torch.tensor([1.0, -1.0]), mask, clip=0.2)
-    assert loss.item() == pytest.approx(-0.15)
-    assert clipped.item() == pytest.approx(2 / 3)
+    loss, capped = policy_loss(logprobs, torch.zeros(2, 2), torch.tensor([1.0, -1.0]), mask, cap=2.0)
+    assert loss.item() == pytest.approx(-1.25 * math.log(2.0))
+    assert capped.item() == pytest.approx(1 / 3)
 
 
-def test_a_token_beyond_the_clip_gives_no_gradient() -> None:
-    logprobs = torch.tensor([[math.log(2.0), 0.0]], requires_grad=True)
-    loss, _ = policy_loss(logprobs, torch.zeros(1, 2), torch.tensor([1.0]), torch.ones(1, 2), clip=0.2)
+def test_a_token_beyond_the_cap_still_teaches() -> None:
+    logprobs = torch.tensor([[math.log(4.0), 0.0]], requires_grad=True)
+    loss, _ = policy_loss(logprobs, torch.zeros(1, 2), torch.tensor([1.0]), torch.ones(1, 2), cap=2.0)
     (gradient,) = torch.autograd.grad(loss, logprobs)
-    assert gradient.tolist() == [[0.0, -0.5]]
+    assert gradient.tolist() == [[-1.0, -0.5]]
 
 
 # -------------------------------------------------------------------------------------------- sampling

@@ -1,6 +1,7 @@
 """A whole fleet in one process: controller, trainer and nodes over real sockets and real Gloo groups.
 
 Only the engine is light. What is said here of updates holds for vLLM too; `test_end_to_end.py` shows that.
+Everything runs on asyncio and on trio (B016).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 import torch
 from anyio.abc import TaskGroup
 
-from bus.errors import LoadFailed, UpdateFailed
+from bus.errors import AddressInUse, ControllerUnreachable, JoinFailed, LoadFailed, UpdateFailed
 from bus.events import Outcome, Phase, Reason
 from bus.follower import follow
 from bus.journal import SqliteJournal
@@ -22,11 +23,6 @@ from tests.fakes import LightEngine, capabilities, layout
 from trainer_node import AdapterPublisher, ExportedAdapter, Update
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"  # nodes and trainers run on asyncio, as vLLM does
 
 
 QUICK = Timeouts(heartbeat=0.1, lease=1.0, view=3.0, ready=2.0, transfer=2.0, load=2.0, activate=2.0, publish=10.0)
@@ -224,3 +220,26 @@ async def test_under_quorum_a_refusing_node_is_left_out_and_named() -> None:
         }
         assert [engine.active.get("policy") for engine in engines] == [1, 1, None]
         assert (await publisher.publish(adapter(2.0))).version == 2
+
+
+async def test_two_controllers_live_on_one_host_and_a_held_port_is_named() -> None:
+    """B010: ports are the system's choice, and an explicit one that is taken is said at once."""
+    async with fleet(LightEngine()) as (first, _), fleet(LightEngine()) as (second, _):
+        assert (await first.publish(adapter(1.0))).version == 1
+        assert (await second.publish(adapter(1.0))).version == 1
+        with pytest.raises(AddressInUse, match=first.address):
+            async with AdapterPublisher("policy", bind=first.address):
+                raise AssertionError("opened")
+
+
+async def test_a_second_live_trainer_of_an_adapter_is_told_who_has_it() -> None:
+    async with fleet() as (publisher, _):
+        with pytest.raises(JoinFailed, match="trainer is publishing policy"):
+            async with AdapterPublisher("policy", address=publisher.address, node="rival", join_timeout=0.5):
+                raise AssertionError("opened")
+
+
+async def test_a_controller_that_is_not_there_is_named_in_time() -> None:
+    with pytest.raises(ControllerUnreachable, match=r"no controller answered at tcp://127.0.0.1:9 within 0.5 s"):
+        async with AdapterPublisher("policy", address="tcp://127.0.0.1:9", join_timeout=0.5):
+            raise AssertionError("opened")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import StrEnum
@@ -463,6 +464,20 @@ def test_a_late_joiner_is_brought_to_the_head_alone() -> None:
     assert not fleet.wait(2.0)
 
 
+def test_a_node_that_was_away_for_some_versions_is_given_the_newest_only() -> None:
+    """B085: nobody asks for a version that is gone."""
+    fleet = Fleet("a")
+    for request in ("r1", "r2", "r3"):
+        fleet.commit(request)
+    fleet.peers["b"] = Peer("b", "i1")
+    served = (Served("policy", 1, MANIFEST.digest),)
+    fleet.join(JoinRequested(fleet.peers["b"], Role.ROLLOUT, capabilities=capabilities(), served=served))
+    fleet.form_view()
+    announced = only(UpdateAnnounced, fleet.said)[-1]
+    assert isinstance(announced, UpdateAnnounced)
+    assert (announced.attempt.version, announced.audience) == (3, ("b",))
+
+
 def test_a_node_that_fails_to_catch_up_is_not_tried_again_at_once() -> None:
     fleet = Fleet("a")
     fleet.commit()
@@ -723,6 +738,34 @@ def test_a_node_prepares_receives_loads_and_activates_in_that_order() -> None:
     activated = VersionActivated(attempt, node.peer, MANIFEST.digest)
     assert node.mind.handle(activated, 0.0) == [Answer(activated)]
     assert node.mind.served["policy"].version == 1
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_events_of_two_versions_in_any_order_end_at_the_newer(seed: int) -> None:
+    """B028: told twice, late or crosswise, a node's version never goes back, and nothing of the older one stays."""
+    node, order = Node(), random.Random(seed)
+    attempts = [node.announce(version).attempt for version in (5, 6)]
+    pending: list[list[Event]] = [
+        [
+            node.announce(attempt.version),
+            NodeReady(attempt, node.peer),
+            TransferStarted(attempt, ("a",), 5.0),
+            AdapterReceived(attempt, node.peer, MANIFEST.digest, 0.1),
+            AdapterLoaded(attempt, node.peer, MANIFEST.digest, 4, 4, 0.1),
+            VersionCommitted(attempt, MANIFEST.digest),
+            VersionActivated(attempt, node.peer, MANIFEST.digest),
+        ]
+        for attempt in attempts
+    ]
+    pending[1].insert(0, UpdateAborted(attempts[0], Phase.LOAD, "b", Reason.NODE_LOST, "", final=True, seconds=1.0))
+    versions = [0]
+    while any(pending):
+        queue = order.choice([events for events in pending if events])
+        event = queue.pop(0)
+        for told in [event, event] if order.random() < 0.3 else [event]:
+            node.mind.handle(told, 0.0)
+        versions.append(node.mind.served["policy"].version if "policy" in node.mind.served else 0)
+    assert versions == sorted(versions)
 
 
 def test_bytes_with_another_digest_are_never_loaded() -> None:
