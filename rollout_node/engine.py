@@ -7,6 +7,7 @@ emptying a slot goes through the engine. All workers do a thing, or the node has
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -28,8 +29,13 @@ from rollout_node.versions import Resident, Stage, VersionTable
 from rollout_node.vllm_seam import ServedModels
 from rollout_node.worker_line import WorkerLine
 
+log = logging.getLogger(__name__)
+
 _ATTACH_SECONDS: Final = 30.0
 _DISCARD_SECONDS: Final = 10.0
+
+_REMOVE_SECONDS: Final = 5.0
+"""How long the engine may take to empty a slot; new versions must not wait longer for an old one."""
 
 _READY_SHARE: Final = 0.8
 """The part of the ready timeout spent waiting for a slot; the rest is for saying that none came free."""
@@ -240,7 +246,12 @@ class VllmEngine(Engine):
     async def _remove_unused(self) -> None:
         async with self._removing:
             for resident in self._versions.unused():
-                await self._served.call_workers("adapterbus_remove", resident.lora_id)
+                with anyio.move_on_after(_REMOVE_SECONDS) as patience:
+                    await self._served.call_workers("adapterbus_remove", resident.lora_id)
+                if patience.cancelled_caught:
+                    resident.stage = Stage.STUCK
+                    log.error("%s was not removed within %g s: its slot is lost", resident.name, _REMOVE_SECONDS)
+                    continue
                 self._versions.remove(resident)
                 self._retired.append((resident.attempt.adapter, resident.attempt.version))
             if not self._versions.unused():

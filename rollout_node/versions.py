@@ -2,7 +2,8 @@
 
 A version takes a slot from the moment it is reserved until it is removed. Between, it is served under its own
 name (`policy@12`); the newest of an adapter is its head, which requests for the bare name get. A version that is
-no longer served drains: the requests that have it go on, and when the last has ended, it can be removed.
+no longer served drains: the requests that have it go on, and when the last has ended, it can be removed. One that
+the engine will not let go of is stuck: its slot is lost until the server restarts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Stage(Enum):
     SERVED = auto()
     DRAINING = auto()
     UNUSED = auto()
+    STUCK = auto()
 
 
 @dataclass(slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import anyio
+from anyio.abc import TaskGroup
 
 from bus.capabilities import check_servable
 from bus.collective import AdapterBuffer, Collective
@@ -55,7 +57,7 @@ class LightEngine(Engine):
         await self._step("join_view")
         self._node = node
         self._proposals[proposal.view] = proposal
-        async with anyio.create_task_group() as tasks:
+        async with _all_workers() as tasks:
             for collective, rank in zip(self._collectives, proposal.ranks(node), strict=True):
                 tasks.start_soon(self._join, collective, proposal, rank)
 
@@ -88,7 +90,7 @@ class LightEngine(Engine):
             )
 
         begun = anyio.current_time()
-        async with anyio.create_task_group() as tasks:
+        async with _all_workers() as tasks:
             for collective, buffer in zip(self._collectives, buffers, strict=True):
                 tasks.start_soon(one, collective, buffer)
         return Received(digests[0], anyio.current_time() - begun)
@@ -123,3 +125,13 @@ class LightEngine(Engine):
     async def _step(self, name: str) -> None:
         if name in self.before:
             await self.before[name]()
+
+
+@asynccontextmanager
+async def _all_workers() -> AsyncIterator[TaskGroup]:
+    """Waits for every worker; what the first to fail raised is the engine's own error."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None

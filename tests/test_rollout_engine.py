@@ -232,6 +232,7 @@ class PretendServer:
         self.names: dict[str, Any] = {}
         self.slots_filled: set[int] = set()
         self.broken = ""
+        self.stuck: set[int] = set()
         self.collected = 0
         self._number = 0
 
@@ -260,6 +261,8 @@ class PretendServer:
     async def call_workers(self, method: str, *args: Any) -> list[dict[str, Any]]:
         await anyio.lowlevel.checkpoint()
         if method == "adapterbus_remove":
+            if args[0] in self.stuck:
+                await anyio.sleep_forever()
             self.slots_filled.discard(args[0])
             return [{"removed": True}]
         if self.broken:
@@ -387,6 +390,27 @@ async def test_a_discarded_attempt_leaves_no_slot_filled_and_no_name() -> None:
             await engine.discard(attempt(version))
             assert server.slots_filled == {1}
         assert set(server.names) == {"policy", "policy@1"}
+
+
+async def test_an_engine_that_never_lets_an_old_version_go_loses_a_slot_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """B108: new versions still load."""
+    monkeypatch.setattr("rollout_node.engine._REMOVE_SECONDS", 0.05)
+    async with engine_with(slots=3) as (engine, server):
+        server.stuck.add(1)
+        for version in range(1, 8):
+            await publish(engine, version)
+        assert server.names["policy"].name == "policy@7"
+    assert "policy@1 was not removed within 0.05 s: its slot is lost" in caplog.text
+
+
+async def test_every_version_has_a_number_of_its_own() -> None:
+    """B106: vLLM's own counter gives it, so it is never 0, used twice, or one of the server's adapters."""
+    async with engine_with(slots=3) as (engine, server):
+        for version in range(1, 30):
+            await publish(engine, version)
+        assert server.next_lora_id() == 30
 
 
 async def test_a_discard_after_the_commit_takes_nothing_away() -> None:
