@@ -222,6 +222,9 @@ class Deliveries:
         node = participation.peer.node
         for update in [update for update in self._active.values() if node in update.audience]:
             self._lose_node(update, node, detail, now)
+        for update in [update for queue in self._queues.values() for update in queue if node in update.participants]:
+            # Its death showed first as a broken group: the update waits for the next view already.
+            update.left_out[node] = NodeOutcome(node, Outcome.LOST, update.broken_in, detail)
         if participation.role is Role.TRAINER:
             for update in [u for u in self.updates() if u.source == node and u.state is not UpdateState.COMMITTED]:
                 self._abort(update, SourceLost, node, Reason.SOURCE_LOST, f"the trainer {detail}", now)
@@ -507,6 +510,7 @@ class Deliveries:
 
     def _retry(self, update: Update, phase: Phase, node: str, reason: Reason, detail: str, now: float) -> None:
         """End the attempt and put the update back in line for the next view."""
+        update.broken_in = phase
         self._active.pop(update.source, None)
         self._give_view_up(update, node, detail, now)
         exhausted = reason is Reason.GROUP_BROKEN and update.number >= self._timeouts.attempts

@@ -37,6 +37,8 @@ class Update:
     activated: set[str] = field(default_factory=set)
     left_out: dict[str, NodeOutcome] = field(default_factory=dict)
     """Nodes that the update goes on without: lost on the way or, under the quorum policy, refusing or late."""
+    broken_in: Phase = Phase.QUEUE
+    """The phase that the last attempt broke off in."""
     entered: dict[UpdateState, float] = field(default_factory=dict)
     """When each state of the current attempt began."""
 

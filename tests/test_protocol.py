@@ -367,6 +367,25 @@ def test_a_node_that_dies_costs_an_attempt_and_the_rest_get_the_version() -> Non
     }
 
 
+def test_a_node_whose_death_shows_first_as_a_broken_group_is_named_too() -> None:
+    fleet = Fleet("a", "b")
+    attempt = fleet.publish().attempt
+    fleet.everyone(NodeReady, attempt)
+    fleet.tell(TRAINER, TransferFailed(attempt, TRAINER, "connection closed by peer"))
+    fleet.wait(3.5, silent=("b",))
+    fleet.form_view()
+    announced = only(UpdateAnnounced, fleet.said)[-1]
+    assert isinstance(announced, UpdateAnnounced)
+    for kind in (NodeReady, AdapterReceived, AdapterLoaded):
+        fleet.everyone(kind, announced.attempt, "a")
+    (completed,) = only(UpdateCompleted, fleet.everyone(VersionActivated, announced.attempt, "a"))
+    assert isinstance(completed, UpdateCompleted)
+    assert {outcome.node: (outcome.outcome, outcome.phase) for outcome in completed.outcomes} == {
+        "a": (Outcome.ACTIVATED, Phase.COMMIT),
+        "b": (Outcome.LOST, Phase.TRANSFER),
+    }
+
+
 def test_a_broken_group_is_never_used_again() -> None:
     fleet = Fleet("a", "b")
     attempt = fleet.publish().attempt
