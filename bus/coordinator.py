@@ -203,6 +203,9 @@ class Coordinator:
     def _on_alive(self, event: NodeAlive, participation: Participation, now: float) -> None:
         for served in event.served:
             participation.note_served(served)
+        if event.sequence and not participation.following:
+            # It hears what is published and believes that we know: its request, or its joining, went astray.
+            self._on_snapshot(SnapshotRequested(participation.peer), participation, now)
 
     def _on_left(self, event: NodeLeft, participation: Participation, now: float) -> None:
         self.members.remove(participation.peer)

@@ -460,6 +460,14 @@ def test_only_the_trainer_of_an_adapter_may_publish_it() -> None:
     assert refused.reason is Reason.NOT_ALLOWED
 
 
+def test_a_peer_that_hears_everything_is_followed_though_its_request_was_lost() -> None:
+    fleet = Fleet("a")
+    late = Peer("b", "i1")
+    fleet.tell(late, JoinRequested(late, Role.ROLLOUT, capabilities=capabilities()))
+    assert not only(ViewProposed, fleet.tell(late, NodeAlive(late, 0)))
+    assert only(ViewProposed, fleet.tell(late, NodeAlive(late, 7)))
+
+
 def test_an_unknown_peer_is_told_to_join() -> None:
     fleet = Fleet("a")
     stranger = Peer("stranger", "s")
