@@ -166,10 +166,12 @@ class Participant:
                 dropped = self._drop(attempt, type(event))
                 return [*dropped, Answer(event)] if dropped else []
             case VersionActivated(attempt=attempt, digest=digest):
-                if self._step(attempt, VersionActivated) is None:
-                    return []
-                del self._replicas[attempt.adapter]
-                self.served[attempt.adapter] = Served(attempt.adapter, attempt.version, digest)
+                # The engine serves it, and that is a fact whatever was announced meanwhile.
+                if self._step(attempt, VersionActivated) is not None:
+                    del self._replicas[attempt.adapter]
+                served = self.served.get(attempt.adapter)
+                if served is None or served.version < attempt.version:
+                    self.served[attempt.adapter] = Served(attempt.adapter, attempt.version, digest)
                 return [Answer(event)]
         return []
 

@@ -795,6 +795,16 @@ def test_events_of_two_versions_in_any_order_end_at_the_newer(seed: int) -> None
     assert versions == sorted(versions)
 
 
+def test_an_activation_that_a_new_announcement_overtook_is_still_known() -> None:
+    node = Node()
+    attempt = node.reach(ReplicaState.LOADED)
+    node.mind.handle(VersionCommitted(attempt, MANIFEST.digest), 0.0)
+    node.mind.handle(node.announce(version=2), 0.0)
+    activated = VersionActivated(attempt, node.peer, MANIFEST.digest)
+    assert node.mind.handle(activated, 0.0) == [Answer(activated)]
+    assert node.mind.served["policy"].version == 1
+
+
 def test_bytes_with_another_digest_are_never_loaded() -> None:
     """B092."""
     node = Node()
