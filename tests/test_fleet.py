@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import pytest
 import torch
 from anyio.abc import TaskGroup
 
+from bus.controller import Controller
 from bus.errors import AddressInUse, ControllerUnreachable, JoinFailed, LoadFailed, UpdateFailed
 from bus.events import Outcome, Phase, Reason
 from bus.follower import follow
@@ -243,3 +245,16 @@ async def test_a_controller_that_is_not_there_is_named_in_time() -> None:
     with pytest.raises(ControllerUnreachable, match=r"no controller answered at tcp://127.0.0.1:9 within 0.5 s"):
         async with AdapterPublisher("policy", address="tcp://127.0.0.1:9", join_timeout=0.5):
             raise AssertionError("opened")
+
+
+async def test_nodes_follow_the_next_trainer_without_a_restart() -> None:
+    """B091: the group of a trainer that is gone is never used again; a standalone controller keeps the numbers."""
+    engine = LightEngine()
+    async with Controller.open("tcp://127.0.0.1:0", timeouts=QUICK) as controller, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(follow, engine, address=controller.address, node="node-0", timeouts=QUICK))
+        for version in (1, 2):
+            async with AdapterPublisher("policy", address=controller.address, timeouts=QUICK) as publisher:
+                await publisher.wait_for_nodes(1, timeout=10)
+                update = await publisher.publish(adapter(float(version)))
+                assert update.version == engine.active["policy"] == version
+        tasks.cancel_scope.cancel()

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+import tracemalloc
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -553,3 +554,19 @@ async def test_the_last_message_before_leaving_arrives() -> None:
             leaver.send_nowait(b"goodbye")
         with anyio.fail_after(5):
             assert await router.receive() == (b"n2", b"goodbye")
+
+
+async def test_received_bodies_do_not_stay_in_memory_until_a_timer_ends() -> None:
+    """B122."""
+    body = bytes(1_000_000)
+    async with Router.open("tcp://127.0.0.1:0") as router, Dealer.open(router.address, b"node") as dealer:
+        dealer.send_nowait(b"hello")
+        peer, _ = await router.receive()
+        tracemalloc.start()
+        for _ in range(200):
+            router.send_nowait(peer, body)
+            with anyio.fail_after(60):
+                assert len(await dealer.receive()) == len(body)
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert held < 10 * len(body)
