@@ -33,6 +33,7 @@ from bus.events import (
     NodeLeft,
     Peer,
     PeerUnknown,
+    Reason,
     Role,
     Served,
     SnapshotRequested,
@@ -63,7 +64,12 @@ class Connection:
     """One peer's line to the controller; opened with `Connection.open`, closed by leaving the block."""
 
     def __init__(
-        self, dealer: Dealer, address: str, join: JoinRequested, served: Callable[[], Iterable[Served]]
+        self,
+        dealer: Dealer,
+        address: str,
+        join: JoinRequested,
+        served: Callable[[], Iterable[Served]],
+        taken_patience: float,
     ) -> None:
         self.address = address
         self.peer = join.peer
@@ -72,6 +78,8 @@ class Connection:
         self._dealer = dealer
         self._join = join
         self._served = served
+        self._taken_patience = taken_patience
+        self._refusal: JoinFailed | None = None
         self._welcome = JoinAccepted(join.peer, "", JOIN_RETRY_SECONDS, 1.0, ())
         self._run = ""
         self._sequence: int | None = None
@@ -98,22 +106,24 @@ class Connection:
         store: str = "",
         served: Callable[[], Iterable[Served]] = tuple,
         timeout: float | None = None,
+        taken_patience: float = 0.0,
     ) -> AsyncIterator[Self]:
         """Join the controller at `address`, and stay joined until the block is left.
 
         `served` is asked for what to report with each heartbeat. `timeout` bounds the first join, in seconds
-        (None: wait for a controller as long as it takes). Raises `ControllerUnreachable`, `InvalidAddress`, or
-        `JoinFailed`; a refusal later on raises `JoinFailed` out of the block.
+        (None: wait for a controller as long as it takes). For `taken_patience` seconds an adapter that is taken is
+        asked for again: the lease of a trainer that died has to end first. Raises `ControllerUnreachable`,
+        `InvalidAddress`, or `JoinFailed`; a refusal later on raises `JoinFailed` out of the block.
         """
         join = JoinRequested(peer, role, adapters, capabilities, store)
         identity = f"{peer.node}/{peer.incarnation}".encode()
         async with Dealer.open(address, identity) as dealer, background_tasks() as tasks:
-            connection = cls(dealer, address, join, served)
+            connection = cls(dealer, address, join, served, taken_patience)
             with connection._deliver, connection._inbox:
                 with anyio.move_on_after(timeout) as patience:
                     await connection._join_controller()
                 if patience.cancelled_caught:
-                    raise ControllerUnreachable(address, timeout or 0.0)
+                    raise connection._refusal or ControllerUnreachable(address, timeout or 0.0)
                 tasks.start_soon(connection._stay_joined)
                 try:
                     yield connection
@@ -143,6 +153,7 @@ class Connection:
 
     async def _join_controller(self) -> None:
         """Ask until somebody answers; raises `JoinFailed` if that is a no."""
+        begun = anyio.current_time()
         while True:
             self.send(replace(self._join, served=tuple(self._served())))
             with anyio.move_on_after(JOIN_RETRY_SECONDS):
@@ -157,7 +168,10 @@ class Connection:
                             await self._deliver.send(Joined(run))
                             return
                         case (_, JoinRefused(reason=reason, detail=detail)):
-                            raise JoinFailed(self.peer.node, reason, detail)
+                            waited = anyio.current_time() - begun
+                            self._refusal = JoinFailed(self.peer.node, reason, detail)
+                            if reason is not Reason.ADAPTER_TAKEN or waited > self._taken_patience:
+                                raise self._refusal
 
     async def _stay_joined(self) -> None:
         """Follow one controller run after another."""
@@ -199,15 +213,17 @@ class Connection:
     async def _hear_direct(self) -> None:
         while True:
             envelope = _decoded(await self._dealer.receive())
-            if envelope is None or envelope.run != self._run:
+            if envelope is None:
+                continue
+            if envelope.event == PeerUnknown(self.peer):
+                self._lost.set()  # whatever run says so: one that was started anew knows nobody
+            if envelope.run != self._run:
                 continue
             self._heard_at = anyio.current_time()
             match envelope.event:
-                case PeerUnknown(peer=self.peer):
-                    self._lost.set()
                 case JoinRefused(reason=reason, detail=detail):
                     raise JoinFailed(self.peer.node, reason, detail)
-                case JoinAccepted():
+                case JoinAccepted() | PeerUnknown():
                     pass
                 case event:
                     await self._deliver.send(event)

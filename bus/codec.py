@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
-from typing import Any, Final
+from functools import cache, partial
+from typing import Any, Final, TypeAlias
 
 import msgpack
 
@@ -83,80 +84,103 @@ class Codec:
         cls = self._kinds.get(kind)
         if cls is None:
             raise CodecError(f"unknown kind of event: {kind[:64]}")
-        return Envelope(run, sequence, self._build(cls, values, kind, lenient=minor > MINOR), previous)
+        return Envelope(run, sequence, _read_dataclass(cls, values, kind, minor > MINOR), previous)
 
-    def _build(self, cls: type[Any], values: object, where: str, *, lenient: bool) -> Any:
-        if not isinstance(values, dict):
-            raise CodecError(f"{where} is not a map of fields")
-        hints = _hints(cls)
-        known = {}
-        for name, value in values.items():
-            if name in hints:
-                known[name] = self._check(hints[name], value, f"{where}.{name}", lenient)
-            elif not lenient:
-                raise CodecError(f"{where} has no field {str(name)[:64]!r}")
-        missing = [f.name for f in fields(cls) if f.default is MISSING and f.init and f.name not in known]
-        if missing:
-            raise CodecError(f"{where} lacks {', '.join(missing)}")
-        try:
-            return cls(**known)
-        except BusError as error:
-            raise CodecError(f"{where}: {error}") from None
 
-    def _check(self, hint: Any, value: object, where: str, lenient: bool) -> Any:
-        origin = typing.get_origin(hint)
-        if origin is tuple:
-            return self._check_tuple(typing.get_args(hint), value, where, lenient)
-        if origin in (typing.Union, types.UnionType):
-            inner = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
-            return None if value is None else self._check(inner[0], value, where, lenient)
-        if is_dataclass(hint):
-            return self._build(typing.cast(type[Any], hint), value, where, lenient=lenient)
-        if isinstance(hint, type) and issubclass(hint, StrEnum):
-            try:
-                return hint(typing.cast(str, value))
-            except ValueError:
-                raise CodecError(f"{where} is not a {hint.__name__}: {str(value)[:64]!r}") from None
-        if hint is float and type(value) is int:
-            return float(value)
-        if type(value) is not hint:
-            raise CodecError(f"{where} is a {type(value).__name__}, not a {hint.__name__}")
-        return value
+_Reader: TypeAlias = Callable[[Any, str, bool], Any]
+"""Checks a value against one annotation, and returns it as that; told where it stands and whether to be lenient."""
 
-    def _check_tuple(self, args: tuple[Any, ...], value: object, where: str, lenient: bool) -> tuple[Any, ...]:
-        if not isinstance(value, tuple):
-            raise CodecError(f"{where} is a {type(value).__name__}, not a list")
-        if args[-1] is Ellipsis:
-            return tuple(self._check(args[0], item, where, lenient) for item in value)
-        if len(value) != len(args):
-            raise CodecError(f"{where} has {len(value)} items, not {len(args)}")
-        return tuple(self._check(arg, item, where, lenient) for arg, item in zip(args, value, strict=True))
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One field of a dataclass: values of exactly the type `plain` pass as they are, others go through `read`."""
+
+    plain: type[Any]
+    read: _Reader
+    is_required: bool
+
+
+@cache
+def _fields(cls: Any) -> dict[str, _Field]:
+    """The fields of a dataclass, looked into once: resolving annotations costs more than decoding."""
+    hints = typing.get_type_hints(cls)
+    return {f.name: _Field(hints[f.name], _reader(hints[f.name]), f.default is MISSING) for f in fields(cls) if f.init}
+
+
+@cache
+def _reader(hint: Any) -> _Reader:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return partial(_read_tuple, args)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (_reader(arg) for arg in args if arg is not types.NoneType)
+        return lambda value, where, lenient: None if value is None else inner(value, where, lenient)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return partial(_read_dataclass, hint)
+    return partial(_read_enum if issubclass(hint, StrEnum) else _read_plain, hint)
+
+
+def _read_dataclass(cls: Any, values: Any, where: str, lenient: bool) -> Any:
+    if not isinstance(values, dict):
+        raise CodecError(f"{where} is not a map of fields")
+    known = _fields(cls)
+    read = {}
+    for name, value in values.items():
+        if (field := known.get(name)) is not None:
+            read[name] = value if type(value) is field.plain else field.read(value, f"{where}.{name}", lenient)
+        elif not lenient:
+            raise CodecError(f"{where} has no field {str(name)[:64]!r}")
+    if len(read) < len(known) and (
+        missing := [name for name, field in known.items() if field.is_required and name not in read]
+    ):
+        raise CodecError(f"{where} lacks {', '.join(missing)}")
+    try:
+        return cls(**read)
+    except BusError as error:
+        raise CodecError(f"{where}: {error}") from None
+
+
+def _read_tuple(args: tuple[Any, ...], value: Any, where: str, lenient: bool) -> tuple[Any, ...]:
+    if not isinstance(value, tuple):
+        raise CodecError(f"{where} is a {type(value).__name__}, not a list")
+    if args[-1] is Ellipsis:
+        read = _reader(args[0])
+        return tuple(read(item, where, lenient) for item in value)
+    if len(value) != len(args):
+        raise CodecError(f"{where} has {len(value)} items, not {len(args)}")
+    return tuple(_reader(arg)(item, where, lenient) for arg, item in zip(args, value, strict=True))
+
+
+def _read_enum(kind: type[StrEnum], value: Any, where: str, lenient: bool) -> StrEnum:
+    try:
+        return kind(value)
+    except ValueError:
+        raise CodecError(f"{where} is not a {kind.__name__}: {str(value)[:64]!r}") from None
+
+
+def _read_plain(kind: type[Any], value: Any, where: str, lenient: bool) -> Any:
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        raise CodecError(f"{where} is a {type(value).__name__}, not a {kind.__name__}")
+    return value
+
+
+_AS_THEY_ARE: Final = frozenset((str, float, bool, bytes, types.NoneType))
 
 
 def _plain(value: Any) -> Any:
     """Dataclasses as maps, enums as strings, everything else as it is; numpy's and torch's scalars are refused."""
-    if is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
+    kind = type(value)
+    if kind in _AS_THEY_ARE or (kind is int and value in _INT64):
+        return value
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if isinstance(value, StrEnum):
         return value.value
-    if value is None or type(value) in (bool, float, str, bytes):
-        return value
-    if type(value) is int and value in _INT64:
-        return value
-    raise CodecError(f"{value!r} of type {type(value).__name__} cannot be sent")
-
-
-_HINTS: dict[type[Any], dict[str, Any]] = {}
-
-
-def _hints(cls: type[Any]) -> dict[str, Any]:
-    """The annotations of a dataclass, resolved once: resolving costs more than decoding."""
-    if cls not in _HINTS:
-        resolved = typing.get_type_hints(cls)
-        _HINTS[cls] = {f.name: resolved[f.name] for f in fields(cls) if f.init}
-    return _HINTS[cls]
+    if is_dataclass(kind):
+        return {name: _plain(getattr(value, name)) for name in _fields(kind)}
+    raise CodecError(f"{value!r} of type {kind.__name__} cannot be sent")
 
 
 EVENT_CODEC: Final = Codec(EVENTS)

@@ -96,13 +96,16 @@ class _Follower:
     async def run(self) -> None:
         self._tasks.start_soon(self._keep_time)
         self._tasks.start_soon(self._report_retired)
-        while True:
-            event = await self._connection.receive()
-            if isinstance(event, Joined):
-                logger.info("%s joined the controller at %s", self._participant.peer, self._connection.address)
-                self._perform(self._participant.reset())
-            else:
-                self._handle(event)
+        try:
+            while True:
+                event = await self._connection.receive()
+                if isinstance(event, Joined):
+                    logger.info("%s joined the controller at %s", self._participant.peer, self._connection.address)
+                    self._perform(self._participant.reset())
+                else:
+                    self._handle(event)
+        finally:
+            await self._groups.leave_all()
 
     def _handle(self, event: Event) -> None:
         self._perform(self._participant.handle(event, anyio.current_time()))

@@ -53,6 +53,13 @@ class GroupMember:
                 lane.add(partial(self._leave, view))
                 lane.close()
 
+    async def leave_all(self) -> None:
+        """Leave every group, for `LEAVE_TIMEOUT` at most, also when cancelled."""
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as leaving:
+                for view in self._lanes:
+                    leaving.start_soon(self._leave, view)
+
     async def _join(self, proposal: ViewProposed) -> None:
         try:
             with anyio.fail_after(proposal.timeout + JOIN_GRACE):

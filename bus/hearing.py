@@ -44,15 +44,15 @@ class Hearing:
 
     def sent(self, envelope: Envelope, now: float) -> Heard:
         """A frame that was sent to this peer alone; raises `JoinFailed` if it turns the peer out."""
+        if envelope.event == PeerUnknown(self._peer):
+            return Heard(lost=True)  # whatever run says so: one that was started anew knows nobody
         if envelope.run != self.run:
             return Heard()
         self._heard_at = now
         match envelope.event:
-            case PeerUnknown(peer=self._peer):
-                return Heard(lost=True)
             case JoinRefused(reason=reason, detail=detail):
                 raise JoinFailed(self._peer.node, reason, detail)
-            case JoinAccepted():
+            case JoinAccepted() | PeerUnknown():
                 return Heard()
             case event:
                 return Heard(event)

@@ -86,25 +86,27 @@ class _Publishing:
         self._stack = ExitStack()
         self._buffers: deque[AdapterBuffer] = deque(maxlen=SPARE_BUFFERS)
 
-    def _open(self) -> None:
+    def _start_thread(self) -> None:
+        self._portal: BlockingPortal = self._stack.enter_context(start_blocking_portal("asyncio"))
+        # Whatever still waits there, a join or a publish that nobody listens to any more, ends with us.
+        self._stack.callback(self._portal.call, self._portal.stop, True)
+
+    def _join(self) -> None:
         settings = self.settings
-        with ExitStack() as stack:
-            self._portal: BlockingPortal = stack.enter_context(start_blocking_portal("asyncio"))
-            bind = DEFAULT_BIND if settings.bind is None and settings.address is None else settings.bind
-            session = Session.open(
-                settings.adapter,
-                bind=bind,
-                address=settings.address,
-                journal=settings.journal,
-                node=settings.node,
-                device=settings.device,
-                backend=settings.backend,
-                timeouts=settings.timeouts,
-                join_timeout=settings.join_timeout,
-                release=self._buffers.append,
-            )
-            self._session = stack.enter_context(self._portal.wrap_async_context_manager(session))
-            self._stack = stack.pop_all()
+        bind = DEFAULT_BIND if settings.bind is None and settings.address is None else settings.bind
+        session = Session.open(
+            settings.adapter,
+            bind=bind,
+            address=settings.address,
+            journal=settings.journal,
+            node=settings.node,
+            device=settings.device,
+            backend=settings.backend,
+            timeouts=settings.timeouts,
+            join_timeout=settings.join_timeout,
+            release=self._buffers.append,
+        )
+        self._session = self._stack.enter_context(self._portal.wrap_async_context_manager(session))
 
     def _close(self) -> None:
         self._stack.close()
@@ -165,7 +167,12 @@ class AdapterPublisher(_Publishing):
         return BlockingAdapterPublisher(adapter, **settings)
 
     async def __aenter__(self) -> Self:
-        await anyio.to_thread.run_sync(self._open)
+        self._start_thread()
+        try:
+            await anyio.to_thread.run_sync(self._join, abandon_on_cancel=True)
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
         return self
 
     async def __aexit__(
@@ -202,7 +209,12 @@ class BlockingAdapterPublisher(_Publishing):
     """`AdapterPublisher` for ordinary loops: a context manager whose methods block. Made by `.blocking`."""
 
     def __enter__(self) -> Self:
-        self._open()
+        self._start_thread()
+        try:
+            self._join()
+        except BaseException:
+            self._close()
+            raise
         return self
 
     def __exit__(

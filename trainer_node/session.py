@@ -171,6 +171,7 @@ class Session:
                     store=store.address,
                     served=lambda: session._served() if session is not None else (),
                     timeout=join_timeout,
+                    taken_patience=timeouts.lease + timeouts.heartbeat,
                 )
             )
             tasks = await stack.enter_async_context(background_tasks())

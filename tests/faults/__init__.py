@@ -1,0 +1,1 @@
+"""Real processes, killed, stopped and cut off at every step."""
