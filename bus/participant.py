@@ -155,7 +155,11 @@ class Participant:
             case UpdateAborted(attempt=attempt):
                 return self._drop(attempt, UpdateAborted)
             case VersionCommitted(attempt=attempt, digest=digest):
-                return [Activate(attempt, digest)] if self._step(attempt, VersionCommitted) else []
+                replica = self._step(attempt, VersionCommitted)
+                if replica is None:
+                    return []
+                replica.deadline = now + self.timeouts.activate + self.timeouts.lease
+                return [Activate(attempt, digest)]
             case NodeReady(attempt=attempt):
                 return [Answer(event)] if self._step(attempt, NodeReady) else []
             case AdapterReceived(attempt=attempt, digest=digest):

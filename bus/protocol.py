@@ -233,7 +233,10 @@ REPLICA: Final[Mapping[ReplicaState, Mapping[Signal, ReplicaState]]] = {
         UpdateAborted: ReplicaState.DROPPED,
         DeadlinePassed: ReplicaState.DROPPED,
     },
-    ReplicaState.ACTIVATING: {VersionActivated: ReplicaState.ACTIVE},
+    ReplicaState.ACTIVATING: {
+        VersionActivated: ReplicaState.ACTIVE,
+        DeadlinePassed: ReplicaState.DROPPED,
+    },
     ReplicaState.ACTIVE: {},
     ReplicaState.DROPPED: {},
 }

@@ -59,6 +59,7 @@ from bus.protocol import (
     VIEW,
     Activate,
     Answer,
+    DeadlinePassed,
     Discard,
     JoinGroup,
     LeaveGroup,
@@ -824,7 +825,7 @@ def test_an_update_in_a_view_that_a_node_is_not_in_is_refused() -> None:
     assert answer.event.reason is Reason.NOT_IN_VIEW
 
 
-@pytest.mark.parametrize("state", [s for s in ReplicaState if REPLICA[s] and s is not ReplicaState.ACTIVATING])
+@pytest.mark.parametrize("state", [s for s in ReplicaState if UpdateAborted in REPLICA[s]])
 def test_an_abort_in_any_state_drops_what_was_staged(state: ReplicaState) -> None:
     """B088."""
     node = Node()
@@ -839,6 +840,22 @@ def test_an_abort_in_any_state_drops_what_was_staged(state: ReplicaState) -> Non
     aborted = UpdateAborted(attempt, Phase.LOAD, "b", Reason.ENGINE_FAILED, "", final=True, seconds=1.0)
     assert node.mind.handle(aborted, 0.0) == [Discard(attempt)]
     assert node.mind.handle(VersionCommitted(attempt, MANIFEST.digest), 0.0) == []
+
+
+def test_an_activation_that_never_comes_ends_at_its_deadline() -> None:
+    node = Node()
+    attempt = node.reach(ReplicaState.LOADED)
+    node.mind.handle(VersionCommitted(attempt, MANIFEST.digest), 0.0)
+    deadline = node.mind.next_deadline()
+    assert deadline is not None
+    assert node.mind.handle_time(deadline) == [Discard(attempt)]
+    assert node.mind.next_deadline() is None
+
+
+@pytest.mark.parametrize("state", [s for s in ReplicaState if REPLICA[s]])
+def test_every_state_of_a_replica_ends_in_time(state: ReplicaState) -> None:
+    """A state that time does not end would leave a deadline in the past, and a shell that spins on it."""
+    assert REPLICA[state][DeadlinePassed] is ReplicaState.DROPPED
 
 
 def test_a_controller_that_falls_silent_does_not_leave_staged_bytes_behind() -> None:
