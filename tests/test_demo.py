@@ -45,8 +45,8 @@ def anyio_backend() -> str:
         ("12", 1.0),
         (" 12\n", 1.0),
         ("13", 0.5),
-        ("5 + 7 = 12", 0.25),
-        ("12.", 0.25),
+        ("5 + 7 = 12", 0.0),
+        ("12.", 0.0),
         ("The answer is 112", 0.0),
         ("twelve", 0.0),
         ("", 0.0),
@@ -259,7 +259,9 @@ def run_of(rows: list[VersionRow]) -> Run:
         requests_sent=40,
         requests_failed=0,
         versions_seen={"node-1": {2, 1}, "node-0": {1}},
-        probe=compare([-1.0, -2.0], {"a": [-1.0, -2.01], "b": [-1.0, -2.0]}, {"a": [-1.0, -4.0], "b": [-1.0, -4.0]}),
+        probe=compare(
+            [-1.0, -2.0], [-1.0, -4.1], {"a": [-1.0, -2.01], "b": [-1.0, -2.0]}, {"a": [-1.0, -4.0], "b": [-1.0, -4.0]}
+        ),
     )
 
 
@@ -294,12 +296,13 @@ def test_probe_takes_the_worst_token_of_the_worst_node() -> None:
     result = run_of([]).probe
     assert result.max_abs_logprob_diff_trained == pytest.approx(0.01)
     assert result.max_abs_logprob_diff_base == pytest.approx(2.0)
+    assert result.max_abs_logprob_diff_rounding == pytest.approx(0.1)
     assert result.nodes_agree
-    assert not compare([-1.0], {"a": [-1.0], "b": [-3.0]}, {"a": [-1.0]}).nodes_agree
+    assert not compare([-1.0], [-1.0], {"a": [-1.0], "b": [-3.0]}, {"a": [-1.0]}).nodes_agree
 
 
 def test_probe_of_one_node_agrees_with_itself() -> None:
-    assert compare([-1.0], {"a": [-1.5]}, {"a": [-2.0]}) == ProbeResult(0.5, 1.0, True)
+    assert compare([-1.0], [-2.25], {"a": [-1.5]}, {"a": [-2.0]}) == ProbeResult(0.5, 1.0, 0.25, True)
 
 
 # ---------------------------------------------------------------------------------------------- report

@@ -148,19 +148,19 @@ def _nodes(summary: Mapping[str, Any], versions: Sequence[int]) -> go.Figure:
 
 
 def _probe(probe: Mapping[str, Any]) -> go.Figure:
-    values = [probe["max_abs_logprob_diff_base"], probe["max_abs_logprob_diff_trained"]]
+    values = [probe[f"max_abs_logprob_diff_{kind}"] for kind in ("rounding", "base", "trained")]
     figure = go.Figure()
     figure.add_bar(
         x=values,
-        y=["base model", "trained policy"],
+        y=["rounding alone", "base model", "trained policy"],
         orientation="h",
-        marker={"color": [_BASE, _POLICY]},
+        marker={"color": [_BASE, _BASE, _POLICY]},
         text=[f"{value:.3g} nats" for value in values],
         textposition="outside",
         cliponaxis=False,
         hoverinfo="skip",
     )
-    figure.update_layout(**_LOOK, height=150, showlegend=False, bargap=0.4)
+    figure.update_layout(**_LOOK, height=190, showlegend=False, bargap=0.4)
     figure.update_layout(margin={"l": 8, "r": 8, "t": 8, "b": 8})
     figure.update_xaxes(visible=False, range=[0, max(values) * 1.45 or 1], fixedrange=True)
     figure.update_yaxes(automargin=True, showgrid=False, ticksuffix="  ", fixedrange=True)

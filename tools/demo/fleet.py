@@ -120,6 +120,8 @@ def server_command(model: str, bus: str, node: str, port: int) -> list[str]:
         *(sys.executable, "-m", "tools", "serve", model, "--bus", bus, "--node", node),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_TOKENS), "--max-num-seqs", "32"),
+        # Prompts differ in their last tokens only: small blocks let the prefix cache keep the rest.
+        *("--block-size", "32"),
         *("--max-lora-rank", str(LORA_RANK)),
     ]
 

@@ -9,6 +9,7 @@ just those rare replies that the last step made likelier, and here the right rep
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from peft import LoraConfig, PeftMixedModel, PeftModel, get_peft_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -25,17 +27,17 @@ from tools.demo.sampling import Group
 
 LORA_RANK: Final = 16
 GROUPS_PER_UPDATE: Final = 4
-LEARNING_RATE: Final = 6e-4
+LEARNING_RATE: Final = 2e-4
 RATIO_CAP: Final = 2.0
 MAX_GRADIENT_NORM: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did: mean loss, mean share of tokens that the clip held back, the time in seconds."""
+    """What one step did: mean loss, mean share of tokens whose weight met the cap, the time in seconds."""
 
     loss: float
-    clipped: float
+    capped: float
     seconds: float
 
 
@@ -94,8 +96,8 @@ class Learner:
             self._descend(telling[first : first + GROUPS_PER_UPDATE])
             for first in range(0, len(telling), GROUPS_PER_UPDATE)
         ]
-        loss, clipped = (statistics.fmean(values) for values in zip(*results, strict=True)) if results else (0.0, 0.0)
-        return StepResult(loss, clipped, time.monotonic() - started)
+        loss, capped = (statistics.fmean(values) for values in zip(*results, strict=True)) if results else (0.0, 0.0)
+        return StepResult(loss, capped, time.monotonic() - started)
 
     def _descend(self, groups: Sequence[Group]) -> tuple[float, float]:
         logprobs, mask = self._reply_logprobs(groups)
@@ -104,21 +106,22 @@ class Learner:
         advantages = [
             value for group in groups for value in group_advantages([sample.reward for sample in group.samples])
         ]
-        loss, clipped = policy_loss(logprobs, sampled, torch.tensor(advantages), mask, RATIO_CAP)
+        loss, capped = policy_loss(logprobs, sampled, torch.tensor(advantages), mask, RATIO_CAP)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         torch.nn.utils.clip_grad_norm_(self._trainable, MAX_GRADIENT_NORM)
         self._optimizer.step()
-        return loss.item(), clipped.item()
+        return loss.item(), capped.item()
 
-    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token but the first under the model as it is now."""
-        tokens = torch.tensor([list(token_ids)])
-        with torch.no_grad():
-            logits = self.model(input_ids=tokens).logits
-        scores = torch.log_softmax(logits[0, :-1].float(), dim=-1)
-        values: list[float] = scores.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1).tolist()
-        return values
+    def logprobs(self, token_ids: Sequence[int]) -> tuple[list[float], list[float]]:
+        """The log-probability of each token but the first, under the policy as it is now and under its base model.
+
+        The same weights, but float32 arithmetic: what rounding is left in a comparison is the server's alone.
+        """
+        exact = copy.deepcopy(self.model).float()
+        policy = _token_logprobs(exact, token_ids)
+        with exact.disable_adapter():
+            return policy, _token_logprobs(exact, token_ids)
 
     def _reply_logprobs(self, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and mask, each (samples, longest reply).
@@ -161,3 +164,11 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, *, left: bool =
     width = max(map(len, rows))
     filled = [[*[0] * (width - len(row)), *row] if left else [*row, *[0] * (width - len(row))] for row in rows]
     return torch.tensor(filled, dtype=dtype)
+
+
+def _token_logprobs(model: nn.Module, token_ids: Sequence[int]) -> list[float]:
+    tokens = torch.tensor([list(token_ids)])
+    with torch.no_grad():
+        scores = torch.log_softmax(model(input_ids=tokens).logits[0, :-1], dim=-1)
+    values: list[float] = scores.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1).tolist()
+    return values

@@ -17,21 +17,29 @@ AGREEMENT: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The largest differences over all tokens and nodes, in nats, and whether the nodes say the same."""
+    """The largest differences over all tokens and nodes, in nats, and whether the nodes say the same.
+
+    `rounding` is what bfloat16 alone does: the base model without an adapter, here in float32 and at the servers.
+    """
 
     max_abs_logprob_diff_trained: float
     max_abs_logprob_diff_base: float
+    max_abs_logprob_diff_rounding: float
     nodes_agree: bool
 
 
 def compare(
-    trainer: Sequence[float], served: Mapping[str, Sequence[float]], base: Mapping[str, Sequence[float]]
+    trained: Sequence[float],
+    trained_base: Sequence[float],
+    served: Mapping[str, Sequence[float]],
+    served_base: Mapping[str, Sequence[float]],
 ) -> ProbeResult:
-    """Compare the trainer's log-probabilities with those of each node, for the policy and for the base model."""
+    """Compare the trainer's log-probabilities, with its adapter and without, with those of each node."""
     policies = list(served.values())
     return ProbeResult(
-        max(_difference(trainer, values) for values in policies),
-        max(_difference(trainer, values) for values in base.values()),
+        max(_difference(trained, values) for values in policies),
+        max(_difference(trained, values) for values in served_base.values()),
+        max(_difference(trained_base, values) for values in served_base.values()),
         all(_difference(policies[0], values) <= AGREEMENT for values in policies[1:]),
     )
 

@@ -250,9 +250,10 @@ class _Loop:
 async def _probe(sampler: Sampler, learner: Learner, model: str, newest: str) -> ProbeResult:
     tokens = await sampler.conversation_tokens(model, PROBE)
     peers = list(sampler.endpoints(newest))
-    trainer = await to_thread.run_sync(learner.logprobs, tokens)
+    policy, base = await to_thread.run_sync(learner.logprobs, tokens)
     return compare(
-        trainer,
+        policy,
+        base,
         {peer.node: await sampler.prompt_logprobs(peer, newest, tokens) for peer in peers},
         {peer.node: await sampler.prompt_logprobs(peer, model, tokens) for peer in peers},
     )
@@ -328,7 +329,8 @@ def _print_end(console: Console, summary: Mapping[str, Any], latest: Path) -> No
         f"reward {summary['reward_first5']:.3f} (first 5) -> {summary['reward_last5']:.3f} (last 5); "
         f"held out {summary['heldout_reward_base']:.3f} -> {summary['heldout_reward_final']:.3f}",
         f"probe: {probe['max_abs_logprob_diff_trained']:.4f} nats from the trained model, "
-        f"{probe['max_abs_logprob_diff_base']:.4f} from the base model; "
+        f"{probe['max_abs_logprob_diff_base']:.4f} from the base model, "
+        f"{probe['max_abs_logprob_diff_rounding']:.4f} by rounding alone; "
         f"nodes {'agree' if probe['nodes_agree'] else 'DIFFER'}",
         f"report: {latest / 'report.html'}",
     )

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Final
 
 DESCRIPTION: Final = (
-    "What is a + b? Reply with only the number. (one-digit a and b; "
-    "reward 0.5 for a bare number, and 0.5 more if it is right; 0.25 if the right one is only mentioned)"
+    "What is a + b? Reply with only the number. "
+    "(one-digit a and b; reward 0.5 for a bare number, and 0.5 more if it is right)"
 )
 HELD_OUT: Final = 24
-MAX_ANSWER_TOKENS: Final = 12
+MAX_ANSWER_TOKENS: Final = 10
 
 _BARE_NUMBER: Final = re.compile(r"\d+")
 
@@ -38,11 +38,15 @@ class Problem:
 
 
 def reward(problem: Problem, reply: str) -> float:
-    """What a reply earns, from 0 to 1: the rule of `DESCRIPTION`, to the letter."""
+    """What a reply earns, from 0 to 1: the rule of `DESCRIPTION`, to the letter.
+
+    A sentence with the right number in it earns nothing. Paying a little for it makes a plateau: soon every sample
+    is such a sentence, none differs from its group, and nothing is learned for long.
+    """
     text = reply.strip()
-    if _BARE_NUMBER.fullmatch(text):
-        return 1.0 if text == problem.answer else 0.5
-    return 0.25 if problem.answer in _BARE_NUMBER.findall(text) else 0.0
+    if not _BARE_NUMBER.fullmatch(text):
+        return 0.0
+    return 1.0 if text == problem.answer else 0.5
 
 
 def split_problems(seed: int) -> tuple[tuple[Problem, ...], tuple[Problem, ...]]:
