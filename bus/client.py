@@ -1,8 +1,7 @@
 """A peer's line to the controller: joins, hears what is published, notices gaps and silence, joins again by itself.
 
 It delivers events and decides nothing about updates: a rollout node feeds them to a `Participant`, a trainer to
-a `Source`. Published events are a hint that may get lost (ZeroMQ guide, chapter 5, the Clone pattern): each names
-the sequence before it, every heartbeat the newest, and a gap is filled by asking for the present.
+a `Source`. What it concludes from what it hears is in `hearing.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from bus.codec import EVENT_CODEC
 from bus.errors import CodecError, ControllerUnreachable, JoinFailed, PeerGone
 from bus.events import (
-    ControllerAlive,
     Envelope,
     Event,
     JoinAccepted,
@@ -32,12 +30,12 @@ from bus.events import (
     NodeCapabilities,
     NodeLeft,
     Peer,
-    PeerUnknown,
     Reason,
     Role,
     Served,
     SnapshotRequested,
 )
+from bus.hearing import Heard, Hearing
 from bus.tasks import background_tasks
 from bus.transport import Dealer, Subscriber
 
@@ -73,17 +71,13 @@ class Connection:
     ) -> None:
         self.address = address
         self.peer = join.peer
-        self.gaps = 0
-        """How often published events were missed, and asked for."""
         self._dealer = dealer
         self._join = join
         self._served = served
         self._taken_patience = taken_patience
         self._refusal: JoinFailed | None = None
         self._welcome = JoinAccepted(join.peer, "", JOIN_RETRY_SECONDS, 1.0, ())
-        self._run = ""
-        self._sequence: int | None = None
-        self._heard_at = 0.0
+        self._hearing = Hearing(join.peer, "", self._welcome.lease, 0.0)
         self._lost = anyio.Event()
         self._following = anyio.Event()
         self._deliver: MemoryObjectSendStream[Event | Joined]
@@ -91,7 +85,9 @@ class Connection:
         self._deliver, self._inbox = anyio.create_memory_object_stream[Event | Joined](INBOX_EVENTS)
 
     def __repr__(self) -> str:
-        return f"<Connection of {self.peer} to {self.address}, run {self._run}, sequence {self._sequence}>"
+        return (
+            f"<Connection of {self.peer} to {self.address}, run {self._hearing.run}, sequence {self._hearing.sequence}>"
+        )
 
     @classmethod
     @asynccontextmanager
@@ -136,6 +132,11 @@ class Connection:
         """How long a peer may be silent before it counts as lost, in seconds, as the controller said."""
         return self._welcome.lease
 
+    @property
+    def gaps(self) -> int:
+        """How often published events of this controller run were missed, and asked for."""
+        return self._hearing.gaps
+
     async def receive(self) -> Event | Joined:
         """The next event, published or sent to this peer, in order of arrival; cancelling is safe."""
         return await self._inbox.receive()
@@ -147,7 +148,7 @@ class Connection:
     def send(self, event: Event) -> None:
         """Queue an event for the controller; while it is away the socket keeps a bounded number, then drops."""
         try:
-            self._dealer.send_nowait(EVENT_CODEC.encode(Envelope(self._run, 0, event)))
+            self._dealer.send_nowait(EVENT_CODEC.encode(Envelope(self._hearing.run, 0, event)))
         except PeerGone as error:
             logger.warning("%s: a %s was dropped: %s", self.peer, type(event).__name__, error)
 
@@ -162,9 +163,8 @@ class Connection:
                     match envelope and (envelope.run, envelope.event):
                         case (run, JoinAccepted(peer=self.peer) as welcome):
                             self._welcome = welcome
-                            self._run, self._sequence = run, None
+                            self._hearing = Hearing(self.peer, run, welcome.lease, anyio.current_time())
                             self._lost = anyio.Event()
-                            self._heard_at = anyio.current_time()
                             await self._deliver.send(Joined(run))
                             return
                         case (_, JoinRefused(reason=reason, detail=detail)):
@@ -190,55 +190,35 @@ class Connection:
     async def _hear_published(self, subscriber: Subscriber) -> None:
         while True:
             envelope = _decoded(await subscriber.receive())
-            if envelope is None:
-                continue
-            if envelope.run != self._run:
-                self._lost.set()
-                return
-            self._heard_at = anyio.current_time()
-            if isinstance(envelope.event, ControllerAlive):
-                self._note_sequence(envelope.event.sequence, envelope.event.sequence)
-            else:
-                self._note_sequence(envelope.previous, envelope.sequence)
-                await self._deliver.send(envelope.event)
-
-    def _note_sequence(self, expected: int, newest: int) -> None:
-        """Keep the newest sequence; if something between was missed, ask for the present."""
-        if self._sequence != expected:
-            self.gaps += self._sequence is not None
-            self.send(SnapshotRequested(self.peer))
-            self._following.set()
-        self._sequence = newest
+            if envelope is not None:
+                await self._act(self._hearing.published(envelope, anyio.current_time()))
 
     async def _hear_direct(self) -> None:
         while True:
             envelope = _decoded(await self._dealer.receive())
-            if envelope is None:
-                continue
-            if envelope.event == PeerUnknown(self.peer):
-                self._lost.set()  # whatever run says so: one that was started anew knows nobody
-            if envelope.run != self._run:
-                continue
-            self._heard_at = anyio.current_time()
-            match envelope.event:
-                case JoinRefused(reason=reason, detail=detail):
-                    raise JoinFailed(self.peer.node, reason, detail)
-                case JoinAccepted() | PeerUnknown():
-                    pass
-                case event:
-                    await self._deliver.send(event)
+            if envelope is not None:
+                await self._act(self._hearing.sent(envelope, anyio.current_time()))
+
+    async def _act(self, heard: Heard) -> None:
+        if heard.lost:
+            self._lost.set()
+        if heard.missed:
+            self.send(SnapshotRequested(self.peer))
+            self._following.set()
+        if heard.event is not None:
+            await self._deliver.send(heard.event)
 
     async def _watch(self) -> None:
         """A controller not heard for a lease is gone: nothing else tells a silent link from a quiet one."""
         while True:
-            silence = anyio.current_time() - self._heard_at
-            if silence >= self._welcome.lease:
+            if self._hearing.is_lost(anyio.current_time()):
                 self._lost.set()
+            silence = self._hearing.silence(anyio.current_time())
             await anyio.sleep(max(self._welcome.lease - silence, self._welcome.heartbeat))
 
     async def _beat(self) -> None:
         while True:
-            self.send(NodeAlive(self.peer, self._sequence or 0, tuple(self._served())))
+            self.send(NodeAlive(self.peer, self._hearing.sequence or 0, tuple(self._served())))
             await anyio.sleep(self._welcome.heartbeat)
 
 

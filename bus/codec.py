@@ -174,12 +174,12 @@ def _plain(value: Any) -> Any:
     kind = type(value)
     if kind in _AS_THEY_ARE or (kind is int and value in _INT64):
         return value
+    if is_dataclass(kind):
+        return {name: _plain(getattr(value, name)) for name in _fields(kind)}
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if isinstance(value, StrEnum):
         return value.value
-    if is_dataclass(kind):
-        return {name: _plain(getattr(value, name)) for name in _fields(kind)}
     raise CodecError(f"{value!r} of type {kind.__name__} cannot be sent")
 
 

@@ -218,7 +218,7 @@ class Collective:
         digest is of what this rank sent or received: comparing it with the manifest's is up to the caller.
         Raises `TransferFailed` after `timeout` seconds, if a chunk takes longer than `CHUNK_GRACE` and
         `FLOOR_RATE` allow, if a peer dies, or at once if this process has no such group. After a failure or a
-        cancellation the group is abandoned, and the buffer has fresh memory.
+        cancellation the group is abandoned; a receiver's buffer has fresh memory, the sender's keeps its bytes.
         """
         seat = self._seats.get(view)
         if seat is None or not seat.joined:
@@ -228,7 +228,8 @@ class Collective:
                 return await seat.perform(partial(seat.move, buffer._bytes, manifest, tuple(sorted(audience)), timeout))
         except BaseException as error:
             self._abandon(view, seat)
-            buffer.renew()
+            if not seat.is_root:
+                buffer.renew()
             if isinstance(error, TimeoutError):
                 raise TransferFailed(view, f"waited {timeout:g} s for {seat.awaited}") from None
             if isinstance(error, _Broken):
@@ -285,6 +286,7 @@ class _Seat:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._abandoned = threading.Event()
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._store: Any = None
         self._work: dist.Work | None = None
         self.joined = False
         self.missing: tuple[int, ...] = ()
@@ -293,6 +295,10 @@ class _Seat:
         threading.Thread(target=self._run, name=f"collective-{view}-{rank}", daemon=True).start()
 
     # ------------------------------------------------------------------------------- on the event loop
+
+    @property
+    def is_root(self) -> bool:
+        return self._rank == 0
 
     async def perform(self, job: Callable[[], T]) -> T:
         """Run a job on the thread; raises what the job raised. Cancelling leaves the job running."""
@@ -384,7 +390,12 @@ class _Seat:
         store.append("present", f"{self._rank},")
         delay = 0.001
         while True:
-            present = set(store.get("present").decode().split(","))
+            try:
+                present = set(store.get("present").decode().split(","))
+            except RuntimeError:
+                # The store went, and took with it who is there: only its host is known to be missing.
+                self.missing = (0,) if self._rank else ()
+                raise
             self.missing = tuple(rank for rank in ranks if str(rank) not in present)
             if not self.missing:
                 break
@@ -430,7 +441,7 @@ class _Seat:
         return self._backend == "gloo" and work is not None and not work.is_completed()
 
     def _dissolve(self) -> None:
-        """Drop the groups. Gloo's destructor would block on a broadcast under way, so outlive that first."""
+        """Drop the groups and the store. Gloo's destructor would block on a broadcast under way, so outlive that."""
         while self.blocked:
             time.sleep(0.02)
         if self._backend != "gloo":
@@ -439,6 +450,7 @@ class _Seat:
                     group.abort()
         self._work = None
         self._groups.clear()
+        self._store = None
 
 
 def _has_backend(backend: str) -> bool:

@@ -75,6 +75,8 @@ class Coordinator:
         self.timeouts = timeouts or Timeouts()
         self.members = Membership(self.timeouts.lease)
         self.counters: Counter[str] = Counter()
+        self._arriving: dict[str, JoinRequested] = {}
+        """By node name: who asked for the place of a live peer, and has not been heard again yet."""
         self._effects: list[Effect] = []
         self._layouts: dict[str, AdapterLayout] = {}
         self._views = Views(run, self.members, self.timeouts)
@@ -108,14 +110,23 @@ class Coordinator:
         """What to do about an event that `peer` sent; anything stale is counted, nothing is raised."""
         if isinstance(event, JoinRequested):
             self._on_join(event, now)
-        elif (participation := self.members.heard(peer, now)) is None:
+        else:
+            self._on_word(event, peer, now)
+        self._settle(now)
+        return self._take_effects()
+
+    def _on_word(self, event: Event, peer: Peer, now: float) -> None:
+        """A peer that joined, or believes so, says something."""
+        arriving = self._arriving.get(peer.node)
+        if arriving is not None and arriving.peer == peer:
+            del self._arriving[peer.node]
+            self._admit(arriving, now)
+        if (participation := self.members.heard(peer, now)) is None:
             self._on_stranger(peer)
         elif (handler := self._handlers.get(type(event))) is None:
             self.counters["unexpected"] += 1
         else:
             handler(event, participation, now)
-        self._settle(now)
-        return self._take_effects()
 
     def handle_time(self, now: float) -> list[Effect]:
         """What to do about the deadlines that have passed."""
@@ -182,15 +193,23 @@ class Coordinator:
                 )
                 self._effects.append(Send(event.peer, JoinRefused(event.peer, Reason.ADAPTER_TAKEN, detail)))
                 return
+        former = self.members.get(event.peer.node)
+        if former is not None and former.peer != event.peer:
+            # This may be the last word of a process that is gone: it takes the place once it is heard again.
+            self._arriving[event.peer.node] = event
+        else:
+            self._admit(event, now)
+        heads = tuple(head.served for head in self.heads.values())
+        welcome = JoinAccepted(event.peer, self.events, self.timeouts.heartbeat, self.timeouts.lease, heads)
+        self._effects.append(Send(event.peer, welcome))
+
+    def _admit(self, event: JoinRequested, now: float) -> None:
         former = self.members.join(event, now)
         if former is not None and (former.peer != event.peer or former.following):
             self._lose(former, "joined anew", now)
         self._effects.append(Record(event))
         for served in event.served:
             self._deliveries.note_served(served)
-        heads = tuple(head.served for head in self.heads.values())
-        welcome = JoinAccepted(event.peer, self.events, self.timeouts.heartbeat, self.timeouts.lease, heads)
-        self._effects.append(Send(event.peer, welcome))
 
     def _on_stranger(self, peer: Peer) -> None:
         if self.members.was_replaced(peer):

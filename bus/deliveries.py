@@ -435,7 +435,7 @@ class Deliveries:
         late = update.waiting_for
         if not self._step(update, signal, now):
             return
-        self._active.pop(update.source, None)
+        self._leave_active(update)
         outcomes = update.outcomes(late)
         for node in self._members.following(Role.ROLLOUT) if not update.targets else ():
             if node.wants(update.adapter) and node.peer.node not in outcomes:
@@ -449,9 +449,15 @@ class Deliveries:
             tuple(outcomes[node] for node in sorted(outcomes)),
         )
         self._effects.append(Publish(completed))
-        self._pause_catch_up(update.adapter, update.left_out, now)
+        failed = [node for node, outcome in update.left_out.items() if outcome.outcome is not Outcome.LOST]
+        self._pause_catch_up(update.adapter, failed, now)
         if not update.targets:
             self._note_completed(completed)
+
+    def _leave_active(self, update: Update) -> None:
+        """The next of its source may go; one that only waited in the queue holds nobody up."""
+        if self._active.get(update.source) is update:
+            del self._active[update.source]
 
     def _pause_catch_up(self, adapter: str, nodes: Collection[str], now: float) -> None:
         """Nodes that just failed to take a version are given a while before they are asked again."""
@@ -485,6 +491,9 @@ class Deliveries:
         if lost:
             detail = f"{lost[-1].detail}; no node is left"
             self._abort(update, DeadlinePassed, lost[-1].node, Reason.NODE_LOST, detail, now)
+        elif (ahead := self._active.get(update.source)) is not None:
+            detail = f"it waited behind {ahead.attempt} for {now - update.requested_at:.0f} s"
+            self._abort(update, DeadlinePassed, "", Reason.DEADLINE_PASSED, detail, now)
         else:
             needed = f"{update.quorum} rollout nodes were" if update.quorum > 1 else "no rollout node was"
             missing = "not " if update.quorum > 1 else ""
@@ -511,7 +520,7 @@ class Deliveries:
     def _retry(self, update: Update, phase: Phase, node: str, reason: Reason, detail: str, now: float) -> None:
         """End the attempt and put the update back in line for the next view."""
         update.broken_in = phase
-        self._active.pop(update.source, None)
+        self._leave_active(update)
         self._give_view_up(update, node, detail, now)
         exhausted = reason is Reason.GROUP_BROKEN and update.number >= self._timeouts.attempts
         final = not update.targets and exhausted and self._step(update, AttemptsExhausted, now)
@@ -537,7 +546,7 @@ class Deliveries:
         was_transferring = update.state is UpdateState.TRANSFERRING
         if not self._step(update, signal, now):
             return
-        self._active.pop(update.source, None)
+        self._leave_active(update)
         queue = self._queues.get(update.source)
         if queue is not None and update in queue:
             queue.remove(update)
@@ -557,7 +566,8 @@ class Deliveries:
         self._effects.append(Publish(aborted))
         if final:
             self._ended[update.adapter] = aborted
-        self._pause_catch_up(update.adapter, update.targets, now)
+        if reason not in (Reason.NODE_LOST, Reason.SOURCE_LOST):
+            self._pause_catch_up(update.adapter, update.targets, now)
 
     def _give_view_up(self, update: Update, node: str, detail: str, now: float) -> None:
         """A collective that somebody is still inside cannot be used for anything else."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bus.errors import JoinFailed
-from bus.events import ControllerAlive, Envelope, Event, JoinAccepted, JoinRefused, Peer, PeerUnknown
+from bus.events import ControllerAlive, Envelope, Event, JoinAccepted, JoinRefused, Peer, PeerUnknown, Reason
 
 
 class Heard(NamedTuple):
@@ -50,9 +50,9 @@ class Hearing:
             return Heard()
         self._heard_at = now
         match envelope.event:
-            case JoinRefused(reason=reason, detail=detail):
-                raise JoinFailed(self._peer.node, reason, detail)
-            case JoinAccepted() | PeerUnknown():
+            case JoinRefused(reason=Reason.NAME_TAKEN, detail=detail):
+                raise JoinFailed(self._peer.node, Reason.NAME_TAKEN, detail)
+            case JoinRefused() | JoinAccepted() | PeerUnknown():  # late answers to a peer that has joined
                 return Heard()
             case event:
                 return Heard(event)

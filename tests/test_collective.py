@@ -299,6 +299,19 @@ async def test_an_abandoned_transfer_never_writes_into_the_buffer_again() -> Non
     assert set(content(staging)) == {9}
 
 
+async def test_a_transfer_that_broke_off_leaves_the_sender_its_bytes_for_the_next_try() -> None:
+    """B088: the retry, and every later joiner of a head, are sent from this buffer."""
+    nbytes = 32 * 1024 * 1024  # more than the sockets hold: the sender is still in it when the deadline passes
+    source = random_bytes(nbytes)
+    manifest = manifest_of(source, nbytes, nbytes)
+    async with fleet(2) as (members, store):
+        with pytest.raises(TransferFailed):
+            await members[0].transfer(1, source, manifest, audience=[1], timeout=0.3)
+        assert source.digest(nbytes) == manifest.digest
+        await join_all(members, 2, store)
+        assert (await deliver(members, [source, AdapterBuffer(nbytes)], manifest, [1], view=2))[1] == manifest.digest
+
+
 async def test_leaving_ends_a_transfer_and_closes_the_group() -> None:
     buffer = AdapterBuffer(100)
     async with fleet(2) as (members, _), anyio.create_task_group() as tasks:

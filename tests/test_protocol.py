@@ -278,6 +278,29 @@ def test_an_answer_of_an_earlier_incarnation_is_refused() -> None:
     assert answer.reason is Reason.NAME_TAKEN
 
 
+def test_the_last_word_of_a_dead_process_does_not_turn_its_successor_out() -> None:
+    """Two joins under one name: whoever is heard again has the place."""
+    fleet = Fleet("a")
+    dead, alive = Peer("a", "i2"), Peer("a", "i3")
+    fleet.join(JoinRequested(alive, Role.ROLLOUT, capabilities=capabilities()))
+    fleet.tell(dead, JoinRequested(dead, Role.ROLLOUT, capabilities=capabilities()))
+    assert not only(JoinRefused, fleet.tell(alive, NodeAlive(alive, 5)))
+
+
+def test_a_node_that_joined_anew_after_the_commit_is_caught_up_at_once() -> None:
+    """Being lost is no failure to take a version."""
+    fleet = Fleet("a", "b")
+    attempt = fleet.publish().attempt
+    for kind in (NodeReady, AdapterReceived, AdapterLoaded):
+        fleet.everyone(kind, attempt)
+    fleet.everyone(VersionActivated, attempt, "a")
+    fleet.join(JoinRequested(fleet.peers["b"], Role.ROLLOUT, capabilities=capabilities()))
+    fleet.form_view()
+    announced = only(UpdateAnnounced, fleet.said)[-1]
+    assert isinstance(announced, UpdateAnnounced)
+    assert (announced.catch_up, announced.audience) == (True, ("b",))
+
+
 def test_the_same_answer_twice_changes_nothing() -> None:
     fleet = Fleet("a", "b")
     attempt = fleet.publish().attempt
@@ -682,6 +705,22 @@ def test_supersede_takes_the_place_of_what_waits_and_not_of_what_travels() -> No
     (announced,) = only(UpdateAnnounced, fleet.everyone(VersionActivated, attempt))
     assert isinstance(announced, UpdateAnnounced)
     assert announced.request == "r3"
+
+
+def test_a_publish_that_expires_in_the_queue_leaves_the_one_in_flight_alone() -> None:
+    """I5: it held nobody up, and must not make way for a third."""
+    fleet = Fleet("a")
+    attempt = fleet.publish("r1").attempt
+    for kind in (NodeReady, AdapterReceived):
+        fleet.everyone(kind, attempt)
+    fleet.tell(TRAINER, PublishRequested(TRAINER, "r2", "policy", MANIFEST, 2.0))
+    fleet.tell(TRAINER, PublishRequested(TRAINER, "r3", "policy", MANIFEST, 60.0))
+    said = fleet.wait(2.5)
+    (refused,) = only(PublishRefused, said)
+    assert isinstance(refused, PublishRefused)
+    assert (refused.request, "waited behind policy@1" in refused.detail) == ("r2", True)
+    assert not only(UpdateAnnounced, said)
+    assert only(VersionCommitted, fleet.everyone(AdapterLoaded, attempt))
 
 
 def test_the_queue_is_bounded() -> None:

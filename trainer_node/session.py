@@ -178,7 +178,10 @@ class Session:
             session = cls(adapter, connection, collective, release, tasks)
             tasks.start_soon(session._follow)
             await connection.wait_following()
-            yield session
+            try:
+                yield session
+            finally:
+                session._end_pending()
 
     # --------------------------------------------------------------------------------------- requests
 
@@ -281,6 +284,13 @@ class Session:
                 self._release(former[1].buffer)
         pending.end = event
         pending.ended.set()
+
+    def _end_pending(self) -> None:
+        """Whoever still waits for a publish hears that nobody will tell how it ended."""
+        peer = self._connection.peer
+        for request in tuple(self._pending):
+            detail = "the publisher was closed before the update ended"
+            self._resolve(request, PublishRefused(peer, request, self.adapter, peer.node, Reason.SOURCE_LOST, detail))
 
     def _served(self) -> tuple[Served, ...]:
         """The versions whose bytes this trainer can send to a node that lacks them."""

@@ -56,10 +56,11 @@ class Fleet:
             case _:
                 self.start_node(name)
 
-    def start_trainer(self, *, hold: str = "", proxied: bool = False) -> None:
-        proxy = self.proxy.address if proxied else ""
-        self.trainer = self._start(start_trainer(self.address, hold=hold, proxy=proxy))
-        self.trainer.wait("open")
+    def start_trainer(self, *, proxied: bool = False) -> Process:
+        """A trainer that has joined, in the place of the one there was."""
+        self.trainer = self._start(start_trainer(self.address, proxy=self.proxy.address if proxied else ""))
+        self.trainer.wait(lambda word: word in ("open", "crashed"))
+        return self.trainer
 
     def start_node(self, name: str, *, hold: str = "", proxied: bool = False) -> Process:
         proxy = self.proxy.address if proxied else ""

@@ -38,8 +38,9 @@ from trainer_node.session import Session
 
 ADAPTER: Final = "policy"
 SHORT: Final = Timeouts(
-    heartbeat=0.1, lease=1.0, view=2.0, ready=1.5, transfer=1.5, load=1.5, activate=1.0, publish=12.0
+    heartbeat=0.25, lease=1.5, view=2.5, ready=2.5, transfer=2.5, load=2.5, activate=2.0, publish=15.0
 )
+"""The lease ends first: whoever is silent is found out by that, and each phase's own deadline is for the alive."""
 PATIENCE: Final = 20.0
 """Seconds after which something that a test waits for counts as never happening."""
 
@@ -208,9 +209,9 @@ def _node(gates: Gates, node: str, address: str, hold: str, proxy: str) -> None:
 # ----------------------------------------------------------------------------------------- trainer
 
 
-def start_trainer(address: str, *, hold: str = "", proxy: str = "") -> Process:
-    """It publishes on the order `publish value`, and says `committed` or `failed`; gates: `join_view`, `transmit`."""
-    return Process("trainer", _trainer, address, hold, proxy)
+def start_trainer(address: str, *, proxy: str = "") -> Process:
+    """On the order `publish value [timeout]` it says `committed` or `failed`; gates: `join_view`, `transmit`."""
+    return Process("trainer", _trainer, address, proxy)
 
 
 def adapter(value: float) -> ExportedAdapter:
@@ -218,8 +219,7 @@ def adapter(value: float) -> ExportedAdapter:
     return ExportedAdapter(shape, {spec.name: torch.full(spec.shape, value) for spec in shape.tensors})
 
 
-def _trainer(gates: Gates, address: str, hold: str, proxy: str) -> None:
-    gates.hold(hold)
+def _trainer(gates: Gates, address: str, proxy: str) -> None:
     _go_through(proxy)
 
     class GatedSession(Session):
@@ -234,9 +234,9 @@ def _trainer(gates: Gates, address: str, hold: str, proxy: str) -> None:
     opening = AdapterPublisher.blocking(ADAPTER, address=address, timeouts=SHORT)
     with patch("trainer_node.publisher.Session", GatedSession), opening as publisher:
 
-        def publish(value: float) -> None:
+        def publish(value: float, timeout: float | None = None) -> None:
             try:
-                update = publisher.publish(adapter(value))
+                update = publisher.publish(adapter(value), timeout=timeout)
             except UpdateFailed as error:
                 facts = {key: getattr(error, key) for key in ("version", "node", "phase", "reason", "detail")}
                 gates.say("failed", value, facts)
@@ -244,7 +244,7 @@ def _trainer(gates: Gates, address: str, hold: str, proxy: str) -> None:
                 gates.say("committed", value, update)
 
         gates.orders = {
-            "publish": lambda value: threading.Thread(target=publish, args=(value,), daemon=True).start(),
+            "publish": lambda *order: threading.Thread(target=publish, args=order, daemon=True).start(),
             "wait_for_nodes": lambda count: gates.say("nodes", len(publisher.wait_for_nodes(count, PATIENCE))),
         }
         gates.say("open")

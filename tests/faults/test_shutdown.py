@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -58,7 +59,7 @@ def check_leaves_nothing(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(run())
     deadline = time.monotonic() + BOUND
     while (left := census() - before) and time.monotonic() < deadline:
-        import gc; gc.collect(); threading.Event().wait(0.02)  # nothing tells of a thread's last instruction
+        threading.Event().wait(0.02)  # nothing tells of a thread's last instruction
     assert not left
 
 
@@ -77,14 +78,16 @@ class Stage:
         self._parts: dict[str, tuple[anyio.CancelScope, anyio.Event]] = {}
 
     async def build(self) -> None:
+        """All but the second node; the first serves a version."""
         for name, part in (("controller", self._controller), ("trainer", self._trainer)):
             ready = anyio.Event()
-            self._start(name, lambda part=part, ready=ready: part(ready))  # type: ignore[misc]
+            self._start(name, partial(part, ready))
             await ready.wait()
-        for name, engine in self.engines.items():
-            self._start(
-                name, lambda name=name, engine=engine: follow(engine, address=self.address, node=name, timeouts=PATIENT)
-            )
+        self.join("node-1")
+        await self.publisher.publish(adapter())
+
+    def join(self, name: str) -> None:
+        self._start(name, partial(follow, self.engines[name], address=self.address, node=name, timeouts=PATIENT))
 
     async def leave(self, name: str) -> None:
         """Cancel a part and wait for its end, which must come in time."""
@@ -129,14 +132,15 @@ class Stage:
 async def idle(stage: Stage) -> None:
     """Everybody serves a version, and nothing goes on."""
     await stage.build()
-    await stage.publisher.wait_for_nodes(2, timeout=20)
-    assert len((await stage.publisher.publish(adapter())).nodes) == 2
+    stage.join("node-2")
+    await stage.engines["node-2"].activated.wait()
 
 
 async def mid_view(stage: Stage) -> None:
-    """One node's engine never enters the group; the others wait for it."""
-    waiting = [hang(stage.engines["node-2"], "join_view"), pass_by(stage.engines["node-1"], "join_view")]
+    """One node's engine never enters the group; the others wait for it, and a publish for them."""
     await stage.build()
+    waiting = [hang(stage.engines["node-2"], "join_view"), pass_by(stage.engines["node-1"], "join_view")]
+    stage.join("node-2")
     for reached in waiting:
         await reached.wait()
     stage.publish()
@@ -144,9 +148,8 @@ async def mid_view(stage: Stage) -> None:
 
 async def mid_transfer(stage: Stage) -> None:
     """One node's engine never takes the bytes; the trainer and the other node are inside the broadcast."""
+    await idle(stage)
     waiting = [hang(stage.engines["node-2"], "receive"), pass_by(stage.engines["node-1"], "receive")]
-    await stage.build()
-    await stage.publisher.wait_for_nodes(2, timeout=20)
     stage.publish()
     for reached in waiting:
         await reached.wait()
