@@ -108,6 +108,21 @@ def status(
         Console().print(rendered(report, bus))
 
 
+@app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(min=1, help="How many schedules to play; one shows its whole trace.")] = 1000,
+    start: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    nodes: Annotated[int, typer.Option(min=1, help="How many rollout nodes each schedule has.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Play the bus under injected faults, seed by seed, and check that its invariants hold."""
+    from tools.simulation.run import run_simulation, summarised, told
+
+    report = run_simulation(seeds, start, nodes)
+    typer.echo(json.dumps(summarised(report), indent=2) if as_json else told(report))
+    raise typer.Exit(1 if report.violating else 0)
+
+
 def main() -> None:
     """Run the command line; every foreseen error is one sentence on standard error."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

