@@ -486,6 +486,11 @@ def test_reading_a_directory_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_publishing_a_directory_needs_no_peft() -> None:
+    code = "import sys, trainer_node.publisher, trainer_node.exported; sys.exit('peft' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=f"no adapter directory {tmp_path / 'gone'}"):
         read_adapter_directory(tmp_path / "gone")

@@ -46,7 +46,8 @@ from bus.manifest import AdapterLayout, AdapterManifest, BaseModel, TensorSpec
 from rollout_node.serve import server_command
 from rollout_node.vllm_seam import AdapterSlots
 from tools.model import demo_model
-from trainer_node.export import ExportedAdapter, export_adapter
+from trainer_node.export import export_adapter
+from trainer_node.exported import ExportedAdapter
 
 pytestmark = [pytest.mark.anyio, pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from trainer_node.export import ExportedAdapter, export_adapter
+    from trainer_node.export import export_adapter
+    from trainer_node.exported import ExportedAdapter
     from trainer_node.publisher import AdapterPublisher, BlockingAdapterPublisher, PublisherSettings
     from trainer_node.session import Update
 
@@ -29,7 +30,7 @@ _HOMES: Final = {
     "AdapterPublisher": "publisher",
     "BlockingAdapterPublisher": "publisher",
     "PublisherSettings": "publisher",
-    "ExportedAdapter": "export",
+    "ExportedAdapter": "exported",
     "export_adapter": "export",
     "Update": "session",
 }

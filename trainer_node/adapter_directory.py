@@ -16,7 +16,7 @@ from bus.manifest import ITEM_BYTES, AdapterLayout
 from trainer_node.lora_config import layout_of, refuse_unservable, without_wrappers
 
 if TYPE_CHECKING:
-    from trainer_node.export import ExportedAdapter
+    from trainer_node.exported import ExportedAdapter
 
 _CONFIG: Final = "adapter_config.json"
 _WEIGHTS: Final = "adapter_model.safetensors"
@@ -38,7 +38,7 @@ class AdapterDirectory:
         import torch  # a second and a half that a refused push does without
         from safetensors.torch import load_file
 
-        from trainer_node.export import arranged
+        from trainer_node.exported import arranged
 
         try:
             tensors = {_plain_name(name): tensor for name, tensor in load_file(self.weights).items()}

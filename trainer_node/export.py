@@ -7,9 +7,8 @@ that, and casts on the way.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -19,21 +18,9 @@ from torch import nn
 
 from bus.base_model import base_config, base_directory, base_model_at, fingerprint
 from bus.errors import InvalidInput, InvalidLayout
-from bus.manifest import AdapterLayout, BaseModel
-from trainer_node.lora_config import layout_of, refuse_unservable, without_wrappers
-
-_SOURCE_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class ExportedAdapter:
-    """An adapter ready to be packed: `tensors` are the live ones, detached, by the layout's names in its order.
-
-    The layout states the dtype on the wire; the tensors still have the trainer's.
-    """
-
-    layout: AdapterLayout
-    tensors: dict[str, torch.Tensor]
+from bus.manifest import BaseModel
+from trainer_node.exported import SOURCE_DTYPES, ExportedAdapter, arranged
+from trainer_node.lora_config import refuse_unservable, without_wrappers
 
 
 def export_adapter(
@@ -53,21 +40,6 @@ def export_adapter(
     tensors, beside = _saved(peft_model, name)
     refuse_unservable(config, (*tensors, *beside))
     return arranged(config, tensors, _base_model(config, base), dtype or _base_dtype(base))
-
-
-def arranged(
-    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], base: BaseModel, dtype: torch.dtype
-) -> ExportedAdapter:
-    """Put tensors into their order on the wire, sorted by name, under a layout.
-
-    Raises `InvalidLayout` for tensors that are empty, of another rank than the config says, not finite in
-    `dtype`, or not LoRA pairs.
-    """
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layout = layout_of(config, shapes, base, str(dtype).removeprefix("torch."))
-    tensors = {spec.name: tensors[spec.name] for spec in layout.tensors}
-    _check_values(tensors, dtype)
-    return ExportedAdapter(layout, tensors)
 
 
 def _unwrapped(model: nn.Module) -> Any:
@@ -118,7 +90,7 @@ def _saved(model: nn.Module, adapter: str) -> tuple[dict[str, torch.Tensor], tup
 def _base_dtype(base: nn.Module) -> torch.dtype:
     """The dtype the base computes in: that of its first weight that is not quantised."""
     for name, parameter in base.named_parameters():
-        if parameter.dtype in _SOURCE_DTYPES and ".lora_" not in name:
+        if parameter.dtype in SOURCE_DTYPES and ".lora_" not in name:
             return parameter.dtype
     return torch.bfloat16
 
@@ -143,23 +115,3 @@ def _base_model(config: Mapping[str, Any], base: Any) -> BaseModel:
 def _base_on_disk(name: str) -> tuple[BaseModel, dict[str, Any]]:
     """Kept, since what counts is what the model was loaded from, and a publish must not read files."""
     return base_model_at(name), base_config(name)
-
-
-def _check_values(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Refuse what is not a finite number on the wire. One pass, one wait per device."""
-    foreign = tuple(name for name, tensor in tensors.items() if tensor.dtype not in _SOURCE_DTYPES)
-    if foreign:
-        kinds = ", ".join(sorted({str(tensors[name].dtype) for name in foreign}))
-        raise InvalidLayout(
-            f"LoRA weights of {kinds}", foreign, "Keep the adapter in float32, bfloat16 or float16; only casts follow."
-        )
-    largest = torch.finfo(dtype).max
-    extremes: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors.values():
-        extremes.setdefault(tensor.device, []).extend(tensor.aminmax())  # a tenth of a norm's time, and NaN stays NaN
-    if not all(bool((torch.stack(found).double().abs() <= largest).all()) for found in extremes.values()):
-        raise InvalidLayout(
-            f"weights that are NaN, infinite, or beyond {dtype}",
-            tuple(name for name, tensor in tensors.items() if not bool(tensor.double().abs().max() <= largest)),
-            "Training has diverged: go back to an earlier checkpoint, and lower the learning rate.",
-        )

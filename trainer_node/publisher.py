@@ -27,7 +27,7 @@ from bus.errors import InvalidInput
 from bus.events import NodeStatus, Policy
 from bus.manifest import DEFAULT_CHUNK_BYTES, AdapterManifest
 from bus.protocol import Timeouts
-from trainer_node.export import ExportedAdapter, export_adapter
+from trainer_node.exported import ExportedAdapter
 from trainer_node.session import Delivery, Payload, Session, Update
 
 A = TypeVarTuple("A")
@@ -113,7 +113,12 @@ class _Publishing:
 
     def _snapshot(self, model: nn.Module | ExportedAdapter, step: int | None) -> Payload:
         """Copy and hash what is to be published; nothing the trainer does later changes it."""
-        exported = model if isinstance(model, ExportedAdapter) else export_adapter(model, self.settings.peft_adapter)
+        if isinstance(model, ExportedAdapter):
+            exported = model
+        else:
+            from trainer_node.export import export_adapter  # PEFT is there already if the model is
+
+            exported = export_adapter(model, self.settings.peft_adapter)
         buffer = self._free_buffer(exported.layout.nbytes)
         buffer.pack(exported.layout, exported.tensors)
         digest = buffer.digest(exported.layout.nbytes)

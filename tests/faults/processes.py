@@ -32,7 +32,7 @@ from bus.journal import SqliteJournal
 from bus.protocol import Timeouts, Transmit
 from tests.fakes import LightEngine, layout
 from tests.faults.gates import GO, Gates
-from trainer_node.export import ExportedAdapter
+from trainer_node.exported import ExportedAdapter
 from trainer_node.publisher import AdapterPublisher
 from trainer_node.session import Session
 
