@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from peft import LoraConfig, PeftMixedModel, PeftModel, get_peft_model
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,6 +29,8 @@ from tools.demo.sampling import Group
 LORA_RANK: Final = 16
 GROUPS_PER_UPDATE: Final = 4
 LEARNING_RATE: Final = 2e-4
+LAST_RATE: Final = 0.1
+"""What is left of the learning rate at the last step: at the full rate, a policy that has become sharp falls over."""
 RATIO_CAP: Final = 2.0
 MAX_GRADIENT_NORM: Final = 1.0
 
@@ -65,11 +68,12 @@ def policy_loss(
 class Learner:
     """A base model in bfloat16 with a trainable LoRA adapter on all its linear layers, on the CPU.
 
-    The adapter starts with B = 0, so the first version is the base model's behaviour. Raises `InvalidInput` for
-    a model that cannot be loaded. Its methods block for seconds: call them in a thread, one at a time.
+    The adapter starts with B = 0, so the first version is the base model's behaviour. The learning rate falls over
+    the `steps` to come. Raises `InvalidInput` for a model that cannot be loaded. Its methods block for seconds:
+    call them in a thread, one at a time.
     """
 
-    def __init__(self, model: str, *, seed: int, threads: int) -> None:
+    def __init__(self, model: str, *, seed: int, threads: int, steps: int) -> None:
         disable_progress_bar()
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
@@ -84,6 +88,7 @@ class Learner:
         )
         self._trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = torch.optim.AdamW(self._trainable, lr=LEARNING_RATE, weight_decay=0.0)
+        self._schedule = LinearLR(self._optimizer, 1.0, LAST_RATE, total_iters=steps)
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Learn from groups of equal size, `GROUPS_PER_UPDATE` at a time.
@@ -96,6 +101,8 @@ class Learner:
             self._descend(telling[first : first + GROUPS_PER_UPDATE])
             for first in range(0, len(telling), GROUPS_PER_UPDATE)
         ]
+        if results:
+            self._schedule.step()
         loss, capped = (statistics.fmean(values) for values in zip(*results, strict=True)) if results else (0.0, 0.0)
         return StepResult(loss, capped, time.monotonic() - started)
 

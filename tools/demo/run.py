@@ -124,7 +124,9 @@ async def _demo(settings: DemoSettings, console: Console) -> None:
     with Display(console, reward_of) as display:
         display.stage(f"loading {model}")
         sampler = Sampler(ADAPTER, lambda: publisher.nodes, display.notice)
-        learner = await to_thread.run_sync(lambda: Learner(model, seed=settings.seed, threads=os.cpu_count() or 1))
+        learner = await to_thread.run_sync(
+            lambda: Learner(model, seed=settings.seed, threads=os.cpu_count() or 1, steps=settings.versions - 1)
+        )
         async with (
             AdapterPublisher(adapter=ADAPTER, bind="tcp://127.0.0.1:0", journal=directory / "journal.db") as publisher,
             running_servers(model, publisher.address, settings.nodes, directory, display.server),
