@@ -176,7 +176,7 @@ class Participant:
                 served = self.served.get(attempt.adapter)
                 if served is None or served.version < attempt.version:
                     self.served[attempt.adapter] = Served(attempt.adapter, attempt.version, digest)
-                return [Answer(event)]
+                return [Answer(event), *self._refuse_outdated(attempt, now)]
         return []
 
     def handle_time(self, now: float) -> list[Effect]:
@@ -253,6 +253,15 @@ class Participant:
             detail = f"received {digest}, the manifest says {replica.update.manifest.digest}"
             return self.handle(LoadFailed(attempt, self.peer, Reason.DIGEST_MISMATCH, detail), 0.0)
         return [Answer(event), Load(attempt)] if self._step(attempt, AdapterReceived) else []
+
+    def _refuse_outdated(self, activated: Attempt, now: float) -> list[Effect]:
+        """The same version may be on its way once more, since this activation was late: it would cost a second slot."""
+        replica = self._replicas.get(activated.adapter)
+        before_transfer = (ReplicaState.WAITING_FOR_LAYOUT, ReplicaState.PREPARING, ReplicaState.READY)
+        if replica is None or replica.attempt.version > activated.version or replica.state not in before_transfer:
+            return []
+        detail = f"{self.peer} serves {activated} already"
+        return self.handle(NodeRefused(replica.attempt, self.peer, Reason.OUTDATED, detail), now)
 
     def _replica(self, attempt: Attempt) -> Replica | None:
         replica = self._replicas.get(attempt.adapter)

@@ -211,6 +211,7 @@ REPLICA: Final[Mapping[ReplicaState, Mapping[Signal, ReplicaState]]] = {
     },
     ReplicaState.READY: {
         TransferStarted: ReplicaState.RECEIVING,
+        NodeRefused: ReplicaState.DROPPED,
         NodeLeftOut: ReplicaState.DROPPED,
         UpdateAborted: ReplicaState.DROPPED,
         DeadlinePassed: ReplicaState.DROPPED,

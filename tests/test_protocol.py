@@ -845,6 +845,20 @@ def test_an_activation_that_a_new_announcement_overtook_is_still_known() -> None
     assert node.mind.served["policy"].version == 1
 
 
+def test_a_late_activation_refuses_the_same_version_on_its_way_again() -> None:
+    """A second copy would cost a slot, and the next version might find none."""
+    node = Node()
+    attempt = node.reach(ReplicaState.LOADED)
+    node.mind.handle(VersionCommitted(attempt, MANIFEST.digest), 0.0)
+    again = replace(node.announce(), attempt=replace(attempt, number=2), catch_up=True)
+    node.mind.handle(again, 0.0)
+    effects = node.mind.handle(VersionActivated(attempt, node.peer, MANIFEST.digest), 0.0)
+    assert Discard(again.attempt) in effects
+    refused = [effect.event for effect in effects if isinstance(effect, Answer)][-1]
+    assert isinstance(refused, NodeRefused)
+    assert refused.reason is Reason.OUTDATED
+
+
 def test_bytes_with_another_digest_are_never_loaded() -> None:
     """B092."""
     node = Node()
