@@ -120,7 +120,8 @@ class Coordinator:
         arriving = self._arriving.get(peer.node)
         if arriving is not None and arriving.peer == peer:
             del self._arriving[peer.node]
-            self._admit(arriving, now)
+            if not isinstance(event, NodeLeft):
+                self._admit(arriving, now)
         if (participation := self.members.heard(peer, now)) is None:
             self._on_stranger(peer)
         elif (handler := self._handlers.get(type(event))) is None:

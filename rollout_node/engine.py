@@ -221,7 +221,8 @@ class VllmEngine(Engine):
 
     def _drain(self, resident: Resident) -> None:
         resident.stage = Stage.DRAINING
-        self._served.stop_serving(resident.name)
+        if not self._versions.is_served(resident.name):
+            self._served.stop_serving(resident.name)
 
     def _notice_unused(self, resident: Resident) -> Callable[[], None]:
         """What to call, from any thread, when the last request that carried a version is gone."""

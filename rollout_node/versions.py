@@ -65,7 +65,11 @@ class VersionTable:
 
     def head(self, adapter: str) -> Resident | None:
         """The newest served version of an adapter."""
-        return max(self._served(adapter), key=lambda resident: resident.attempt.version, default=None)
+        return max(self._served(adapter), key=_age, default=None)
+
+    def is_served(self, name: str) -> bool:
+        """Whether requests may ask for this version; it may be here twice."""
+        return any(one.stage is Stage.SERVED and one.name == name for one in self._residents.values())
 
     def surplus(self) -> list[Resident]:
         """Served versions that retention gives up now: beyond `retain`, or so that one slot is free next time."""
@@ -94,7 +98,7 @@ class VersionTable:
         ]
 
     def _newer(self, resident: Resident) -> int:
-        return sum(other.attempt.version > resident.attempt.version for other in self._served(resident.attempt.adapter))
+        return sum(_age(other) > _age(resident) for other in self._served(resident.attempt.adapter))
 
     def _replaceable(self) -> list[Resident]:
         return [
@@ -102,3 +106,8 @@ class VersionTable:
             for resident in self._residents.values()
             if resident.stage is Stage.SERVED and self._newer(resident)
         ]
+
+
+def _age(resident: Resident) -> tuple[int, int]:
+    """Which of two is newer: one version may come twice, when a node was thought to lack it."""
+    return resident.attempt.version, resident.attempt.number

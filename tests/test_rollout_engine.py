@@ -93,6 +93,19 @@ def test_retention_frees_one_slot_and_never_gives_up_a_head() -> None:
     assert table.oldest_replaceable() is None
 
 
+def test_a_version_that_came_twice_gives_one_slot_back() -> None:
+    """Its newer attempt is the head; the other is as old as any, and its name goes on being served."""
+    table = VersionTable(slots=3)
+    for number in (1, 2):
+        table.reserve(Attempt("policy", 7, number, 1), number).stage = Stage.SERVED
+    oldest, head = table.oldest_replaceable(), table.head("policy")
+    assert oldest is not None
+    assert head is not None
+    assert (oldest.lora_id, head.lora_id) == (1, 2)
+    oldest.stage = Stage.DRAINING
+    assert table.is_served("policy@7")
+
+
 def test_one_version_on_its_way_out_is_enough() -> None:
     table = VersionTable(slots=3)
     for version in (1, 2, 3):

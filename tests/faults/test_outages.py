@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from bus.events import Phase, Reason
 from tests.faults.fleet import Fleet, Stopwatch
 from tests.faults.processes import SHORT
+
+pytestmark = pytest.mark.slow
 
 SLACK = 2.0
 

@@ -26,6 +26,8 @@ from bus.protocol import Timeouts
 from tests.fakes import LightEngine, layout
 from trainer_node import AdapterPublisher, ExportedAdapter
 
+pytestmark = pytest.mark.slow
+
 BOUND = 5.0
 """Seconds that anything may take to leave, and then again for what it left to itself (a broadcast under way) to end."""
 
