@@ -113,19 +113,20 @@ class Connection:
         """
         join = JoinRequested(peer, role, adapters, capabilities, store)
         identity = f"{peer.node}/{peer.incarnation}".encode()
-        async with Dealer.open(address, identity) as dealer, background_tasks() as tasks:
+        async with Dealer.open(address, identity) as dealer:
             connection = cls(dealer, address, join, served, taken_patience)
+            # The inbox closes after the tasks that fill it have ended.
             with connection._deliver, connection._inbox:
-                with anyio.move_on_after(timeout) as patience:
-                    await connection._join_controller()
-                if patience.cancelled_caught:
-                    raise connection._refusal or ControllerUnreachable(address, timeout or 0.0)
-                tasks.start_soon(connection._stay_joined)
-                try:
-                    yield connection
-                finally:
-                    connection.send(NodeLeft(peer))
-                    tasks.cancel_scope.cancel()
+                async with background_tasks() as tasks:
+                    with anyio.move_on_after(timeout) as patience:
+                        await connection._join_controller()
+                    if patience.cancelled_caught:
+                        raise connection._refusal or ControllerUnreachable(address, timeout or 0.0)
+                    tasks.start_soon(connection._stay_joined)
+                    try:
+                        yield connection
+                    finally:
+                        connection.send(NodeLeft(peer))
 
     @property
     def lease(self) -> float:

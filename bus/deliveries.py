@@ -101,6 +101,8 @@ class Deliveries:
         self._ended: dict[str, UpdateCompleted | UpdateAborted] = {}
         self._by_request: OrderedDict[str, UpdateCompleted] = OrderedDict()
         self._catch_up_at: dict[tuple[Peer, str], float] = {}
+        self._lost_between: dict[str, NodeOutcome] = {}
+        """Nodes lost since the last update ended: the next one says so, though it never met them."""
         self._restored: dict[tuple[str, int], UpdateAnnounced] = {}
         self._unfinished: dict[tuple[str, int], UpdateAnnounced] = {}
 
@@ -216,6 +218,10 @@ class Deliveries:
         self._effects += [Send(peer, event) for event in told]
 
     # -------------------------------------------------------------------------------------- losses
+
+    def note_lost(self, node: str, detail: str) -> None:
+        """A rollout node is gone without a word; whoever publishes next is told."""
+        self._lost_between[node] = NodeOutcome(node, Outcome.LOST, Phase.QUEUE, detail)
 
     def lose(self, participation: Participation, detail: str, now: float) -> None:
         """A peer is gone: as a receiver it costs an attempt, as the source all its updates."""
@@ -441,6 +447,10 @@ class Deliveries:
             if node.wants(update.adapter) and node.peer.node not in outcomes:
                 detail = "was not in the group yet; catches up next"
                 outcomes[node.peer.node] = NodeOutcome(node.peer.node, Outcome.LATE, Phase.QUEUE, detail)
+        if not update.targets:
+            gone = {node: lost for node, lost in self._lost_between.items() if self._members.get(node) is None}
+            outcomes = gone | outcomes
+            self._lost_between.clear()
         completed = UpdateCompleted(
             update.attempt,
             update.request,

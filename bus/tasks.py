@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import anyio
 from anyio.abc import TaskGroup
@@ -37,7 +37,9 @@ class Lane:
         tasks.start_soon(self._work)
 
     def add(self, step: Callable[[], Awaitable[None]]) -> None:
-        self._send.send_nowait(step)
+        """Have a step done after those before it; one that comes when the lane's tasks have ended is nobody's."""
+        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
+            self._send.send_nowait(step)
 
     def interrupt(self) -> None:
         """Cancel the step under way; those that wait go on."""

@@ -391,6 +391,20 @@ def test_a_node_that_dies_costs_an_attempt_and_the_rest_get_the_version() -> Non
     }
 
 
+def test_a_node_lost_between_two_updates_is_named_by_the_next_one_only() -> None:
+    fleet = Fleet("a", "b")
+    fleet.commit("r1")
+    fleet.wait(3.5, silent=("b",))
+    del fleet.peers["b"]
+    fleet.form_view()
+    named, again = fleet.commit("r2"), fleet.commit("r3")
+    assert [(o.node, o.outcome, o.phase) for o in named.outcomes] == [
+        ("a", Outcome.ACTIVATED, Phase.COMMIT),
+        ("b", Outcome.LOST, Phase.QUEUE),
+    ]
+    assert [outcome.node for outcome in again.outcomes] == ["a"]
+
+
 def test_a_node_whose_death_shows_first_as_a_broken_group_is_named_too() -> None:
     fleet = Fleet("a", "b")
     attempt = fleet.publish().attempt

@@ -250,14 +250,16 @@ class _Loop:
 
 
 async def _probe(sampler: Sampler, learner: Learner, model: str, newest: str) -> ProbeResult:
-    tokens = await sampler.conversation_tokens(model, PROBE)
+    """Compare the reply's tokens: those of the question are unlikely to both, and their rounding tells nothing."""
+    tokens, reply = await sampler.conversation_tokens(model, PROBE)
     peers = list(sampler.endpoints(newest))
     policy, base = await to_thread.run_sync(learner.logprobs, tokens)
+    of_reply = slice(reply - 1, None)  # the first token has no log-probability
     return compare(
-        policy,
-        base,
-        {peer.node: await sampler.prompt_logprobs(peer, newest, tokens) for peer in peers},
-        {peer.node: await sampler.prompt_logprobs(peer, model, tokens) for peer in peers},
+        policy[of_reply],
+        base[of_reply],
+        {peer.node: (await sampler.prompt_logprobs(peer, newest, tokens))[of_reply] for peer in peers},
+        {peer.node: (await sampler.prompt_logprobs(peer, model, tokens))[of_reply] for peer in peers},
     )
 
 

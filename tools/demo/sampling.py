@@ -130,11 +130,18 @@ class Sampler:
         places = answer["choices"][0]["prompt_logprobs"][1:]
         return [float(place[str(token)]["logprob"]) for token, place in zip(token_ids[1:], places, strict=True)]
 
-    async def conversation_tokens(self, model: str, problem: Problem) -> list[int]:
-        """The token ids of a problem with its right answer, in the model's chat format; raises `ServerFailed`."""
-        messages = [*_messages(problem), {"role": "assistant", "content": problem.answer}]
-        request = {"model": model, "messages": messages, "add_generation_prompt": False}
-        _, answer = await self._ask("/tokenize", request)
+    async def conversation_tokens(self, model: str, problem: Problem) -> tuple[list[int], int]:
+        """The token ids of a problem with its right answer, in the model's chat format, and where the reply begins.
+
+        Raises `ServerFailed`.
+        """
+        asked = _messages(problem)
+        whole = [*asked, {"role": "assistant", "content": problem.answer}]
+        tokens = await self._tokens(model, whole, add_generation_prompt=False)
+        return tokens, len(await self._tokens(model, asked, add_generation_prompt=True))
+
+    async def _tokens(self, model: str, messages: Sequence[Mapping[str, str]], **how: bool) -> list[int]:
+        _, answer = await self._ask("/tokenize", {"model": model, "messages": list(messages), **how})
         return [int(token) for token in answer["tokens"]]
 
     async def _ask(self, path: str, request: Mapping[str, Any], only: Peer | None = None) -> tuple[Peer, Any]:

@@ -84,11 +84,11 @@ class Plan:
             return cls(world)  # a schedule without any fault shows that everything goes well by itself
         weather = Weather()
         if rng.random() < 0.5:
-            weather = Weather(*(rng.uniform(0.005, 0.15) if rng.random() < 0.4 else 0.0 for _ in range(4)))
+            weather = Weather(*(rng.uniform(0.005, 0.15) if rng.random() < 0.5 else 0.0 for _ in range(4)))
         rates = {
             step: tuple((rng.uniform(0.02, 0.25), kind) for kind in kinds if rng.random() < 0.6)
             for step, kinds in STEP_FAULTS.items()
-            if rng.random() < 0.3
+            if rng.random() < 0.4
         }
         return cls(world, weather, rates, tuple(rng.choice(EVENTS) for _ in range(rng.choice((0, 1, 1, 2, 2, 3)))))
 

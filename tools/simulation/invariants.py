@@ -25,7 +25,9 @@ from bus.events import (
     AdapterReceived,
     Attempt,
     Event,
+    LoadFailed,
     NodeReady,
+    NodeRefused,
     Peer,
     Policy,
     PublishRequested,
@@ -111,7 +113,7 @@ class Invariants:
                 self._on_announced(event, coordinator)
             case VersionCommitted(attempt=attempt, digest=digest):
                 self._on_committed(attempt, digest)
-            case NodeReady() | AdapterReceived() | AdapterLoaded() | VersionActivated():
+            case NodeReady() | NodeRefused() | AdapterReceived() | AdapterLoaded() | LoadFailed() | VersionActivated():
                 self._on_answer(event.attempt, event.peer, type(event).__name__)
             case UpdateCompleted(attempt=attempt) | UpdateAborted(attempt=attempt, final=False):
                 self._current.pop(attempt.adapter, None)

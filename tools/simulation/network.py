@@ -27,12 +27,12 @@ RECONNECT_SECONDS = 0.1
 # Coding is pure, and small worlds say the same things again and again: every frame that differs is really coded.
 
 
-@lru_cache(maxsize=50_000)
+@lru_cache(maxsize=20_000)
 def encoded(envelope: Envelope) -> bytes:
     return EVENT_CODEC.encode(envelope)
 
 
-@lru_cache(maxsize=50_000)
+@lru_cache(maxsize=20_000)
 def decoded(frame: bytes) -> Envelope:
     return EVENT_CODEC.decode(frame)
 
@@ -174,7 +174,7 @@ class Network:
         elif (fate := fate - weather.duplicated) < 0:
             self._world.fault("message duplicated", wire.peer.name, self._shown(wire, frame))
             self._carry(wire, frame, 0.0)
-            self._carry(wire, frame, self._world.rng.uniform(0.0, 2.0), in_order=False)
+            self._carry(wire, frame, self._world.rng.uniform(0.05, 1.0), in_order=False)
         elif (fate := fate - weather.delayed) < 0:
             self._world.fault("message delayed", wire.peer.name, self._shown(wire, frame))
             self._carry(wire, frame, self._world.rng.uniform(0.1, 2.0))

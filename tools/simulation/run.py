@@ -18,9 +18,6 @@ from tools.simulation.world import Note, World
 CHUNK: Final = 100
 """How many seeds a process plays before it tells."""
 
-COLLECT_EVERY: Final = 25
-"""How many worlds may be left to the garbage collector at once."""
-
 STORY_LINES: Final = 40
 STORIES: Final = 3
 """How many violating seeds are told in full; the others are named."""
@@ -126,27 +123,20 @@ def told(report: SimulationReport) -> str:
 
 
 def _outcomes(seeds: int, start: int, nodes: int, processes: int) -> Iterator[Outcome]:
-    chunks = [(first, min(CHUNK, start + seeds - first), nodes) for first in range(start, start + seeds, CHUNK)]
-    if processes == 1 or len(chunks) == 1:
-        for chunk in chunks:
-            yield from _simulate_chunk(chunk)
+    if processes == 1 or seeds <= CHUNK:
+        for seed in range(start, start + seeds):
+            yield simulate(seed, nodes)
         return
-    with multiprocessing.get_context("spawn").Pool(min(processes, len(chunks))) as pool:
-        for outcomes in pool.imap(_simulate_chunk, chunks):
+    chunks = [(first, min(CHUNK, start + seeds - first), nodes) for first in range(start, start + seeds, CHUNK)]
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(chunks)), gc.disable) as pool:
+        for outcomes in pool.imap(_work, chunks):
             yield from outcomes
 
 
-def _simulate_chunk(chunk: tuple[int, int, int]) -> list[Outcome]:
+def _work(chunk: tuple[int, int, int]) -> list[Outcome]:
+    """A chunk of seeds in a process of its own, whose garbage is collected in between only."""
     first, count, nodes = chunk
-    was_enabled = gc.isenabled()
-    gc.disable()  # a world is one knot of references: collecting it once, at its end, is a quarter of the time
-    try:
-        outcomes = []
-        for seed in range(first, first + count):
-            outcomes.append(simulate(seed, nodes))
-            if seed % COLLECT_EVERY == 0:
-                gc.collect()
-        return outcomes
-    finally:
-        if was_enabled:
-            gc.enable()
+    outcomes = [simulate(seed, nodes) for seed in range(first, first + count)]
+    gc.collect()
+    gc.freeze()  # what is remembered from world to world is much, and is not to be looked through each time
+    return outcomes

@@ -11,7 +11,7 @@ from tools.simulation.fleet import LAYOUTS, Fleet
 from tools.simulation.network import Network
 from tools.simulation.world import Action, Process, World
 
-FAULTS_LAST: Final = 10.0
+FAULTS_LAST: Final = 7.0
 """Seconds of a schedule in which faults happen."""
 
 
@@ -21,7 +21,7 @@ class Scenario:
     def __init__(self, world: World, nodes: int) -> None:
         rng = world.rng
         plan = Plan.drawn(world)
-        adapters = [*LAYOUTS] if rng.random() < 0.5 else [next(iter(LAYOUTS))]
+        adapters = [*LAYOUTS] if rng.random() < 0.35 else [next(iter(LAYOUTS))]
         names = [f"node{number}" for number in range(nodes)]
         self.world = world
         self.fleet = Fleet(world, plan, Network(world, plan.weather), names, adapters)
@@ -35,7 +35,7 @@ class Scenario:
             late = rng.random() < 0.2 and name != fleet.names[0]
             self._at(*((1.0, FAULTS_LAST) if late else (0.0, 0.5)), fleet.start_node, name)
         for adapter in fleet.adapters:
-            for _ in range(rng.choice((1, 2, 2, 3) if len(fleet.adapters) == 1 else (1, 1, 2))):
+            for _ in range(rng.choice((1, 2, 3) if len(fleet.adapters) == 1 else (0, 1, 1, 2))):
                 self._at(1.0, FAULTS_LAST, self._publish, adapter)
         for event in fleet.plan.events:
             self._at(0.5, FAULTS_LAST, self._strike, event)
