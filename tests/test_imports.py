@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("bus", "trainer_node", "rollout_node", "tools")
 PURE = (
     *("errors", "events", "manifest", "capabilities", "membership", "quarantine", "protocol", "view", "update"),
-    *("deliveries", "coordinator", "participant"),
+    *("deliveries", "coordinator", "participant", "hearing"),
 )
 PURE_ALLOWED = {"blake3"} | {f"bus.{name}" for name in PURE}
 PURE_STANDARD = {
