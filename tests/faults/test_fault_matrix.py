@@ -27,7 +27,7 @@ from tests.faults.fleet import Fleet, Stopwatch
 from tests.faults.gates import FAIL, GO
 from tests.faults.processes import SHORT, Process
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]  # minutes together, and bounds that want a quiet machine
 
 
 class Fault(StrEnum):
@@ -154,13 +154,7 @@ def table() -> Iterator[list[tuple[Row, float, float]]]:
         print(f"{row!s:<50} {seconds:8.2f} {row.bound:6.1f} {healed:8.2f} {row.healed:6.1f}")
 
 
-def _marked(row: Row) -> Any:
-    """A node killed at every step runs each time; all other rows take minutes together."""
-    often = row.fault is Fault.KILLED and row.victim == NODE
-    return pytest.param(row, id=str(row), marks=[] if often else [pytest.mark.slow])
-
-
-@pytest.mark.parametrize("row", [_marked(row) for row in rows()])
+@pytest.mark.parametrize("row", rows(), ids=str)
 def test_whatever_is_struck_at_any_step_the_fleet_is_one_again_in_time(
     row: Row, tmp_path: Path, table: list[tuple[Row, float, float]]
 ) -> None:

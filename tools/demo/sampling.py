@@ -26,6 +26,12 @@ _EXACT: Final = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1
 """Overrides a model's own generation config: the reported log-probabilities must be those sampled from."""
 
 
+NODE_PATIENCE: Final = 30.0
+"""Seconds that a request waits for a node that can answer it, should none be live."""
+
+NODE_INTERVAL: Final = 0.5
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One reply: its tokens (the end token included), the log-probability each was drawn with, what it earned."""
@@ -147,11 +153,16 @@ class Sampler:
     async def _ask(self, path: str, request: Mapping[str, Any], only: Peer | None = None) -> tuple[Peer, Any]:
         self.sent += 1
         tried: set[Peer] = set()
-        while candidates := [
-            (peer, url)
-            for peer, url in self.endpoints(request["model"]).items()
-            if peer not in tried and only in (None, peer)
-        ]:
+        deadline = anyio.current_time() + NODE_PATIENCE
+        while anyio.current_time() < deadline:
+            candidates = [
+                (peer, url)
+                for peer, url in self.endpoints(request["model"]).items()
+                if peer not in tried and only in (None, peer)
+            ]
+            if not candidates:
+                await anyio.sleep(NODE_INTERVAL)  # one that was starved of its lease joins again within seconds
+                continue
             peer, url = candidates[next(self._turn) % len(candidates)]
             tried.add(peer)
             try:
