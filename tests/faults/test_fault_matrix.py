@@ -154,7 +154,7 @@ def table() -> Iterator[list[tuple[Row, float, float]]]:
         print(f"{row!s:<50} {seconds:8.2f} {row.bound:6.1f} {healed:8.2f} {row.healed:6.1f}")
 
 
-@pytest.mark.parametrize("row", rows(), ids=str)
+@pytest.mark.parametrize("row", list(rows()), ids=str)
 def test_whatever_is_struck_at_any_step_the_fleet_is_one_again_in_time(
     row: Row, tmp_path: Path, table: list[tuple[Row, float, float]]
 ) -> None:
