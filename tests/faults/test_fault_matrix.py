@@ -131,7 +131,7 @@ def rows() -> Iterator[Row]:
     cuts = (Fault.KILLED, Fault.STOPPED, Fault.CUT_OFF)
     for fault, at in product(cuts, At):
         bound = EMPTY_SEAT if at in (At.AFTER_READY, At.TRANSFER, At.IDLE, At.CATCHING_UP) else DEATH
-        yield Row(NODE, fault, at, committed(None if at in LATECOMER else LOST), bound)
+        yield Row(NODE, fault, at, committed(LOST), bound)
     for fault, wait in ((Fault.FAILS, 0.0), (Fault.HANGS, 1.0)):
         yield Row(NODE, fault, At.JOINING, committed(LATE), EMPTY_SEAT, EMPTY_SEAT + SHORT.view)
         yield Row(NODE, fault, At.READY, failed(Phase.READY), wait * SHORT.ready + SLACK)
