@@ -35,10 +35,10 @@ from bus.events import (
     Peer,
     PeerUnknown,
     Policy,
-    PublishRefused,
     PublishRequested,
     Reason,
     Role,
+    Served,
     SnapshotRequested,
     StatusReported,
     StatusRequested,
@@ -152,12 +152,16 @@ class Coordinator:
             participation.heard_at = now
 
     def heartbeat(self, sequence: int) -> ControllerAlive:
-        return ControllerAlive(sequence, tuple(head.served for head in self.heads.values()))
+        return ControllerAlive(sequence, self._head_versions)
 
     @property
     def heads(self) -> dict[str, Head]:
         """The newest committed version of each adapter."""
         return self._deliveries.heads
+
+    @property
+    def _head_versions(self) -> tuple[Served, ...]:
+        return tuple(head.served for head in self.heads.values())
 
     def restore(self, events: Iterable[Event]) -> list[Effect]:
         """Take up what a journal says: heads, numbers, layouts; what was in flight is over, and its number burned."""
@@ -181,8 +185,7 @@ class Coordinator:
 
     def _on_join(self, event: JoinRequested, now: float) -> None:
         if self.members.was_replaced(event.peer):
-            detail = f"another process joined as {event.peer.node}; give each node a name of its own"
-            self._effects.append(Send(event.peer, JoinRefused(event.peer, Reason.NAME_TAKEN, detail)))
+            self._refuse_replaced(event.peer)
             return
         for adapter in event.adapters if event.role is Role.TRAINER else ():
             owner = self.members.trainer_of(adapter)
@@ -200,8 +203,9 @@ class Coordinator:
             self._arriving[event.peer.node] = event
         else:
             self._admit(event, now)
-        heads = tuple(head.served for head in self.heads.values())
-        welcome = JoinAccepted(event.peer, self.events, self.timeouts.heartbeat, self.timeouts.lease, heads)
+        welcome = JoinAccepted(
+            event.peer, self.events, self.timeouts.heartbeat, self.timeouts.lease, self._head_versions
+        )
         self._effects.append(Send(event.peer, welcome))
 
     def _admit(self, event: JoinRequested, now: float) -> None:
@@ -214,18 +218,21 @@ class Coordinator:
 
     def _on_stranger(self, peer: Peer) -> None:
         if self.members.was_replaced(peer):
-            detail = f"another process joined as {peer.node}; give each node a name of its own"
-            self._effects.append(Send(peer, JoinRefused(peer, Reason.NAME_TAKEN, detail)))
+            self._refuse_replaced(peer)
         else:
             self._effects.append(Send(peer, PeerUnknown(peer)))
         self.counters["stranger"] += 1
+
+    def _refuse_replaced(self, peer: Peer) -> None:
+        detail = f"another process joined as {peer.node}; give each node a name of its own"
+        self._effects.append(Send(peer, JoinRefused(peer, Reason.NAME_TAKEN, detail)))
 
     def _on_alive(self, event: NodeAlive, participation: Participation, now: float) -> None:
         for served in event.served:
             participation.note_served(served)
         if event.sequence and not participation.following:
             # It hears what is published and believes that we know: its request, or its joining, went astray.
-            self._on_snapshot(SnapshotRequested(participation.peer), participation, now)
+            self._tell_present(participation)
 
     def _on_left(self, event: NodeLeft, participation: Participation, now: float) -> None:
         self.members.remove(participation.peer)
@@ -251,6 +258,9 @@ class Coordinator:
         self._views.forget(participation.peer)
 
     def _on_snapshot(self, event: SnapshotRequested, participation: Participation, now: float) -> None:
+        self._tell_present(participation)
+
+    def _tell_present(self, participation: Participation) -> None:
         """Tell a peer the present as the events that made it; from here on it hears what is published."""
         peer = participation.peer
         participation.following = True
@@ -316,11 +326,6 @@ class Coordinator:
             self._effects.append(Send(participation.peer, LayoutDeclared(event.digest, layout.body)))
 
     def _on_publish(self, event: PublishRequested, participation: Participation, now: float) -> None:
-        node, reason, detail = self._why_refused(event, participation)
-        if reason is not None:
-            refused = PublishRefused(participation.peer, event.request, event.adapter, node, reason, detail)
-            self._effects += [Record(refused), Send(participation.peer, refused)]
-            return
         update = Update(
             event.request,
             event.adapter,
@@ -331,7 +336,11 @@ class Coordinator:
             event.policy,
             event.quorum if event.policy is Policy.QUORUM else 0,
         )
-        self._deliveries.admit(update, participation.peer, supersede=event.supersede)
+        node, reason, detail = self._why_refused(event, participation)
+        if reason is not None:
+            self._deliveries.refuse(update, participation.peer, node, reason, detail)
+        else:
+            self._deliveries.admit(update, participation.peer, supersede=event.supersede)
 
     def _why_refused(self, event: PublishRequested, trainer: Participation) -> tuple[str, Reason | None, str]:
         """The node, reason and detail for which a publish gets no number, if there is one."""
@@ -376,7 +385,7 @@ class Coordinator:
         report = StatusReported(
             0,
             nodes,
-            tuple(head.served for head in self.heads.values()),
+            self._head_versions,
             updates,
             tuple(self._deliveries.completed)[-10:],
             tuple(sorted(self.counters.items())),

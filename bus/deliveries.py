@@ -130,14 +130,15 @@ class Deliveries:
             # One that has a number was announced, and is only waiting for its next view.
             for older in [one for one in queue if one.adapter == update.adapter and not one.version]:
                 queue.remove(older)
-                self._refuse(older, trainer, "", Reason.SUPERSEDED, "a newer publish took its place in the queue")
+                self.refuse(older, trainer, "", Reason.SUPERSEDED, "a newer publish took its place in the queue")
         if len(queue) >= MAX_QUEUED:
             detail = f"{len(queue)} publishes wait already; wait for one, or publish with supersede"
-            self._refuse(update, trainer, "", Reason.QUEUE_FULL, detail)
+            self.refuse(update, trainer, "", Reason.QUEUE_FULL, detail)
             return
         queue.append(update)
 
-    def _refuse(self, update: Update, trainer: Peer, node: str, reason: Reason, detail: str) -> None:
+    def refuse(self, update: Update, trainer: Peer, node: str, reason: Reason, detail: str) -> None:
+        """End a publish that got no number."""
         refused = PublishRefused(trainer, update.request, update.adapter, node, reason, detail)
         self._effects += [Record(refused), Send(trainer, refused)]
 
@@ -311,6 +312,16 @@ class Deliveries:
         self.counters["stale"] += 1
         return None
 
+    def _accept(
+        self, event: NodeReady | AdapterReceived | AdapterLoaded | VersionActivated, node: str, now: float
+    ) -> Update | None:
+        """Journal a node's yes, and give the update that it moves; None, and counted, for one that is stale."""
+        update = self._current(event.attempt, node)
+        if update is None or not self._step(update, type(event), now):
+            return None
+        self._effects.append(Record(event))
+        return update
+
     def _step(self, update: Update, signal: Signal, now: float) -> bool:
         """Move an update by the table; False, and counted, if the signal does not apply to its state."""
         try:
@@ -355,10 +366,9 @@ class Deliveries:
         self._effects.append(Publish(committed))
 
     def on_ready(self, event: NodeReady, participation: Participation, now: float) -> None:
-        update = self._current(event.attempt, participation.peer.node)
-        if update is None or not self._step(update, NodeReady, now):
+        update = self._accept(event, participation.peer.node, now)
+        if update is None:
             return
-        self._effects.append(Record(event))
         update.ready.add(participation.peer.node)
         self._advance(update, now)
 
@@ -375,10 +385,9 @@ class Deliveries:
 
     def on_received(self, event: AdapterReceived, participation: Participation, now: float) -> None:
         node = participation.peer.node
-        update = self._current(event.attempt, node)
-        if update is None or not self._step(update, AdapterReceived, now):
+        update = self._accept(event, node, now)
+        if update is None:
             return
-        self._effects.append(Record(event))
         if event.digest != update.manifest.digest:
             detail = f"received {event.digest}, the manifest says {update.manifest.digest}"
             self._fail_load(update, Phase.TRANSFER, node, Reason.DIGEST_MISMATCH, detail, now)
@@ -397,10 +406,9 @@ class Deliveries:
 
     def on_loaded(self, event: AdapterLoaded, participation: Participation, now: float) -> None:
         node = participation.peer.node
-        update = self._current(event.attempt, node)
-        if update is None or not self._step(update, AdapterLoaded, now):
+        update = self._accept(event, node, now)
+        if update is None:
             return
-        self._effects.append(Record(event))
         if event.digest != update.manifest.digest:
             detail = f"loaded {event.digest}, the manifest says {update.manifest.digest}"
             self._fail_load(update, Phase.LOAD, node, Reason.DIGEST_MISMATCH, detail, now)
@@ -425,10 +433,9 @@ class Deliveries:
     def on_activated(self, event: VersionActivated, participation: Participation, now: float) -> None:
         node = participation.peer.node
         participation.note_served(Served(event.attempt.adapter, event.attempt.version, event.digest))
-        update = self._current(event.attempt, node)
-        if update is None or not self._step(update, VersionActivated, now):
+        update = self._accept(event, node, now)
+        if update is None:
             return
-        self._effects.append(Record(event))
         update.activated.add(node)
         self._advance(update, now)
 
@@ -565,7 +572,7 @@ class Deliveries:
         if update.version:
             self._publish_abort(update, phase, node, reason, detail, not update.targets, now)
         elif (trainer := self._members.get(update.source)) is not None:
-            self._refuse(update, trainer.peer, node, reason, detail)
+            self.refuse(update, trainer.peer, node, reason, detail)
 
     def _publish_abort(
         self, update: Update, phase: Phase, node: str, reason: Reason, detail: str, final: bool, now: float

@@ -185,6 +185,9 @@ class NodeStatus:
     capabilities: NodeCapabilities | None
     quarantine: float = 0.0
 
+    def wants(self, adapter: str) -> bool:
+        return wants(self.adapters, adapter)
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateStatus:
@@ -194,6 +197,11 @@ class UpdateStatus:
     phase: Phase
     seconds: float
     waiting_for: tuple[str, ...]
+
+
+def wants(adapters: tuple[str, ...], adapter: str) -> bool:
+    """Whether a node that names these adapters follows one: a node that names none follows all."""
+    return not adapters or adapter in adapters
 
 
 class Event:

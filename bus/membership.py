@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from bus.events import JoinRequested, NodeCapabilities, Peer, Role, Served
+from bus.events import JoinRequested, NodeCapabilities, Peer, Role, Served, wants
 
 
 @dataclass(slots=True)
@@ -25,8 +25,7 @@ class Participation:
     served: dict[str, Served] = field(default_factory=dict)
 
     def wants(self, adapter: str) -> bool:
-        """A node that names no adapters follows all of them."""
-        return not self.adapters or adapter in self.adapters
+        return wants(self.adapters, adapter)
 
     def note_served(self, served: Served) -> None:
         """A node's version of an adapter only grows: an older report is late, not news."""

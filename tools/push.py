@@ -44,7 +44,7 @@ def push_directory(
 def _refuse_early(adapter: str, layout: AdapterLayout, fleet: StatusReported) -> None:
     """Ask each node's capabilities before torch is imported: a no within a second is worth more than one after five."""
     for node in fleet.nodes:
-        if node.capabilities is not None and (not node.adapters or adapter in node.adapters):
+        if node.capabilities is not None and node.wants(adapter):
             try:
                 check_servable(layout, node.capabilities)
             except Refused as refused:

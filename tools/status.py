@@ -119,7 +119,5 @@ def _lags(report: StatusReported, node: NodeStatus) -> dict[str, int]:
         return {}
     serves = {served.adapter: served.version for served in node.served}
     return {
-        head.adapter: head.version - serves.get(head.adapter, 0)
-        for head in report.heads
-        if not node.adapters or head.adapter in node.adapters
+        head.adapter: head.version - serves.get(head.adapter, 0) for head in report.heads if node.wants(head.adapter)
     }

@@ -243,9 +243,7 @@ class Session:
                     self.nodes = tuple(
                         node
                         for node in event.nodes
-                        if node.role is Role.ROLLOUT
-                        and node.following
-                        and (not node.adapters or self.adapter in node.adapters)
+                        if node.role is Role.ROLLOUT and node.following and node.wants(self.adapter)
                     )
                     self._told.set()
                 case _:
