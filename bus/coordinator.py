@@ -244,7 +244,7 @@ class Coordinator:
             self._effects.append(Publish(NodeLost(participation.peer, detail)))
         if participation.role is Role.ROLLOUT:
             node = participation.peer.node
-            self._deliveries.note_lost(node, detail)
+            self._deliveries.note_lost(participation, detail)
             if seconds := self._views.quarantine.note_loss(node, now):
                 self._effects.append(Publish(NodeQuarantined(node, self.timeouts.losses, seconds)))
         self._forget(participation, detail, now)

@@ -101,8 +101,8 @@ class Deliveries:
         self._ended: dict[str, UpdateCompleted | UpdateAborted] = {}
         self._by_request: OrderedDict[str, UpdateCompleted] = OrderedDict()
         self._catch_up_at: dict[tuple[Peer, str], float] = {}
-        self._lost_between: dict[str, NodeOutcome] = {}
-        """Nodes lost since the last update ended: the next one says so, though it never met them."""
+        self._lost_between: dict[str, dict[str, NodeOutcome]] = {}
+        """By adapter, the nodes lost since its last update ended: the next one says so, though it never met them."""
         self._restored: dict[tuple[str, int], UpdateAnnounced] = {}
         self._unfinished: dict[tuple[str, int], UpdateAnnounced] = {}
 
@@ -220,9 +220,11 @@ class Deliveries:
 
     # -------------------------------------------------------------------------------------- losses
 
-    def note_lost(self, node: str, detail: str) -> None:
-        """A rollout node is gone without a word; whoever publishes next is told."""
-        self._lost_between[node] = NodeOutcome(node, Outcome.LOST, Phase.QUEUE, detail)
+    def note_lost(self, participation: Participation, detail: str) -> None:
+        """A rollout node is gone without a word; the next publish of each adapter that it followed is told."""
+        node = participation.peer.node
+        for adapter in filter(participation.wants, self.heads):
+            self._lost_between.setdefault(adapter, {})[node] = NodeOutcome(node, Outcome.LOST, Phase.QUEUE, detail)
 
     def lose(self, participation: Participation, detail: str, now: float) -> None:
         """A peer is gone: as a receiver it costs an attempt, as the source all its updates."""
@@ -455,9 +457,8 @@ class Deliveries:
                 detail = "was not in the group yet; catches up next"
                 outcomes[node.peer.node] = NodeOutcome(node.peer.node, Outcome.LATE, Phase.QUEUE, detail)
         if not update.targets:
-            gone = {node: lost for node, lost in self._lost_between.items() if self._members.get(node) is None}
-            outcomes = gone | outcomes
-            self._lost_between.clear()
+            lost = self._lost_between.pop(update.adapter, {})
+            outcomes = {node: end for node, end in lost.items() if self._members.get(node) is None} | outcomes
         completed = UpdateCompleted(
             update.attempt,
             update.request,

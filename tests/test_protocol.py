@@ -405,6 +405,20 @@ def test_a_node_lost_between_two_updates_is_named_by_the_next_one_only() -> None
     assert [outcome.node for outcome in again.outcomes] == ["a"]
 
 
+def test_a_lost_node_is_named_to_those_whose_adapter_it_followed() -> None:
+    """Another adapter's update must neither name a stranger nor use the news up."""
+    fleet = Fleet("a", "b")
+    fleet.commit("r1")
+    other = Peer("other", "t2")
+    stranger = Peer("c", "i1")
+    fleet.join(JoinRequested(other, Role.TRAINER, ("math",), store="127.0.0.1:8"))
+    fleet.join(JoinRequested(stranger, Role.ROLLOUT, ("math",), capabilities=capabilities()))
+    fleet.wait(3.5, silent=("b", "c"))
+    del fleet.peers["b"]
+    fleet.form_view()
+    assert [outcome.node for outcome in fleet.commit("r2").outcomes] == ["a", "b"]
+
+
 def test_a_node_whose_death_shows_first_as_a_broken_group_is_named_too() -> None:
     fleet = Fleet("a", "b")
     attempt = fleet.publish().attempt
