@@ -276,7 +276,7 @@ def run_of(rows: list[VersionRow]) -> Run:
         requests_failed=0,
         versions_seen={"node-1": {2, 1}, "node-0": {1}},
         probe=compare(
-            [-1.0, -2.0], [-1.0, -4.1], {"a": [-1.0, -2.01], "b": [-1.0, -2.0]}, {"a": [-1.0, -4.0], "b": [-1.0, -4.0]}
+            [-1.0, -2.0], [-1.0, -2.1], {"a": [-1.0, -2.01], "b": [-1.0, -2.0]}, {"a": [-1.0, -4.0], "b": [-1.0, -4.0]}
         ),
     )
 
@@ -318,7 +318,7 @@ def test_probe_takes_the_worst_token_of_the_worst_node() -> None:
 
 
 def test_probe_of_one_node_agrees_with_itself() -> None:
-    assert compare([-1.0], [-2.25], {"a": [-1.5]}, {"a": [-2.0]}) == ProbeResult(0.5, 1.0, 0.25, True)
+    assert compare([-1.0], [-1.25], {"a": [-1.5]}, {"a": [-2.0]}) == ProbeResult(0.5, 1.0, 0.25, True)
 
 
 # ---------------------------------------------------------------------------------------------- report

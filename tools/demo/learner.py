@@ -121,14 +121,12 @@ class Learner:
         return loss.item(), capped.item()
 
     def logprobs(self, token_ids: Sequence[int]) -> tuple[list[float], list[float]]:
-        """The log-probability of each token but the first, under the policy as it is now and under its base model.
+        """The log-probability of each token but the first under the policy as it is now: in float32, and in bfloat16.
 
-        The same weights, but float32 arithmetic: what rounding is left in a comparison is the server's alone.
+        The same weights both times, so their difference is what a server's rounding may do.
         """
-        exact = copy.deepcopy(self.model).float()
-        policy = _token_logprobs(exact, token_ids)
-        with exact.disable_adapter():
-            return policy, _token_logprobs(exact, token_ids)
+        exact = _token_logprobs(copy.deepcopy(self.model).float(), token_ids)
+        return exact, _token_logprobs(copy.deepcopy(self.model).to(torch.bfloat16), token_ids)
 
     def _reply_logprobs(self, groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and mask, each (samples, longest reply).
@@ -176,6 +174,6 @@ def _padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, *, left: bool =
 def _token_logprobs(model: nn.Module, token_ids: Sequence[int]) -> list[float]:
     tokens = torch.tensor([list(token_ids)])
     with torch.no_grad():
-        scores = torch.log_softmax(model(input_ids=tokens).logits[0, :-1], dim=-1)
+        scores = torch.log_softmax(model(input_ids=tokens).logits[0, :-1].float(), dim=-1)
     values: list[float] = scores.gather(1, tokens[0, 1:].unsqueeze(1)).squeeze(1).tolist()
     return values

@@ -9,7 +9,9 @@ from typing import Final
 from tools.demo.task import Problem
 
 PROBE: Final = Problem(3, 4)
-"""Asked and answered as the task wants: the base model would say more, so the trained policy differs clearly."""
+PROBE_REPLY: Final = "The answer is 7."
+"""What the base model might well say and the task does not want: the trained policy has unlearned it, so the two
+differ clearly. The bare number would not do: to a policy that gets the sum wrong it is as unlikely as to the base."""
 
 AGREEMENT: Final = 0.05
 """How far apart two nodes that serve the same bytes may be, in nats; kernels may sum in another order."""
@@ -19,7 +21,8 @@ AGREEMENT: Final = 0.05
 class ProbeResult:
     """The largest differences over all tokens and nodes, in nats, and whether the nodes say the same.
 
-    `rounding` is what bfloat16 alone does: the base model without an adapter, here in float32 and at the servers.
+    `rounding` is what bfloat16 alone does to this policy: the trainer's model in float32 against the same in bfloat16.
+    It grows as the policy gets sharp, so the base model's would be no measure.
     """
 
     max_abs_logprob_diff_trained: float
@@ -30,16 +33,16 @@ class ProbeResult:
 
 def compare(
     trained: Sequence[float],
-    trained_base: Sequence[float],
+    rounded: Sequence[float],
     served: Mapping[str, Sequence[float]],
     served_base: Mapping[str, Sequence[float]],
 ) -> ProbeResult:
-    """Compare the trainer's log-probabilities, with its adapter and without, with those of each node."""
+    """Compare the trainer's log-probabilities with its own in bfloat16, and with those of each node."""
     policies = list(served.values())
     return ProbeResult(
         max(_difference(trained, values) for values in policies),
         max(_difference(trained, values) for values in served_base.values()),
-        max(_difference(trained_base, values) for values in served_base.values()),
+        _difference(trained, rounded),
         all(_difference(policies[0], values) <= AGREEMENT for values in policies[1:]),
     )
 

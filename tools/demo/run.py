@@ -31,7 +31,7 @@ from bus.events import NodeOutcome, Outcome, Peer, PhaseTimes
 from tools.demo.display import Display
 from tools.demo.fleet import running_servers
 from tools.demo.learner import Learner
-from tools.demo.probe import PROBE, ProbeResult, compare
+from tools.demo.probe import PROBE, PROBE_REPLY, ProbeResult, compare
 from tools.demo.sampling import Group, Sampler
 from tools.demo.summary import COMMITTED, FAILED, Run, VersionRow, phases_in_ms, summarise
 from tools.demo.task import DESCRIPTION, Problem, split_problems
@@ -251,13 +251,13 @@ class _Loop:
 
 async def _probe(sampler: Sampler, learner: Learner, model: str, newest: str) -> ProbeResult:
     """Compare the reply's tokens: those of the question are unlikely to both, and their rounding tells nothing."""
-    tokens, reply = await sampler.conversation_tokens(model, PROBE)
+    tokens, reply = await sampler.conversation_tokens(model, PROBE, PROBE_REPLY)
     peers = list(sampler.endpoints(newest))
-    policy, base = await to_thread.run_sync(learner.logprobs, tokens)
+    policy, rounded = await to_thread.run_sync(learner.logprobs, tokens)
     of_reply = slice(reply - 1, None)  # the first token has no log-probability
     return compare(
         policy[of_reply],
-        base[of_reply],
+        rounded[of_reply],
         {peer.node: (await sampler.prompt_logprobs(peer, newest, tokens))[of_reply] for peer in peers},
         {peer.node: (await sampler.prompt_logprobs(peer, model, tokens))[of_reply] for peer in peers},
     )

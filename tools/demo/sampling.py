@@ -136,13 +136,13 @@ class Sampler:
         places = answer["choices"][0]["prompt_logprobs"][1:]
         return [float(place[str(token)]["logprob"]) for token, place in zip(token_ids[1:], places, strict=True)]
 
-    async def conversation_tokens(self, model: str, problem: Problem) -> tuple[list[int], int]:
-        """The token ids of a problem with its right answer, in the model's chat format, and where the reply begins.
+    async def conversation_tokens(self, model: str, problem: Problem, reply: str) -> tuple[list[int], int]:
+        """The token ids of a problem and a reply to it, in the model's chat format, and where the reply begins.
 
         Raises `ServerFailed`.
         """
         asked = _messages(problem)
-        whole = [*asked, {"role": "assistant", "content": problem.answer}]
+        whole = [*asked, {"role": "assistant", "content": reply}]
         tokens = await self._tokens(model, whole, add_generation_prompt=False)
         return tokens, len(await self._tokens(model, asked, add_generation_prompt=True))
 
